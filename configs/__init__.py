@@ -1,0 +1,1 @@
+"""One Python file a run: get_config() returns the frozen RunConfig."""

@@ -1,0 +1,1 @@
+"""Training commands and their parts."""
