@@ -1,0 +1,1 @@
+"""DeepSeek's own files: config.json and safetensors."""

@@ -1,0 +1,186 @@
+"""Multi-head latent attention with DeepSeek Sparse Attention, and the indexer's loss beside it."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dsv32_jax import layers, rope, sharded_ops
+from dsv32_jax.config import ModelConfig
+from dsv32_jax.indexer import Indexer, IndexerTensors
+from dsv32_jax.segments import Segments
+from pallas_kernels.fp8 import op as fp8
+
+AttentionMode = Literal["dense", "sparse", "window"]
+LATENT_NORM_EPS = 1e-6  # fixed in the reference, whatever the model's rms_norm_eps
+
+
+class AttentionTensors(NamedTuple):
+    """A layer's attention laid open for measurements, in MHA form.
+
+    Attributes:
+        q: [B, T, H, P+R] queries.
+        k: [B, S, H, P+R] keys.
+        lse: float32 [B, T, H], natural log-sum-exp over the keys attended to.
+        index: The indexer's tensors.
+        scale: Factor on q . k.
+        start: int32 [B, T], first key of the token's document.
+        end: int32 [B, T], one past its last visible key.
+    """
+
+    q: Array
+    k: Array
+    lse: Array
+    index: IndexerTensors
+    scale: float
+    start: Array
+    end: Array
+
+
+Probe = Callable[[AttentionTensors], Any]
+
+
+class Latents(NamedTuple):
+    """Queries per head and what a token leaves in the cache."""
+
+    q_nope: Float[Array, "B T H P"]
+    q_rope: Float[Array, "B T H R"]
+    latent: Float[Array, "B T C"]
+    k_rope: Float[Array, "B T R"]
+
+
+class MLA(nnx.Module):
+    """Attention of one layer.
+
+    Source: DeepSeek-V3.2 inference/model.py MLA; scores and softmax in float32.
+    """
+
+    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
+        """Draw the weights.
+
+        Args:
+            cfg: The model.
+            rngs: Source of randomness.
+        """
+        dims, std = cfg.mla, cfg.init_std
+        self.wq_a = layers.normal(rngs, (cfg.dim, dims.q_lora_rank), std)
+        self.q_norm = layers.RMSNorm(dims.q_lora_rank, eps=LATENT_NORM_EPS)
+        self.wq_b = layers.normal(rngs, (dims.q_lora_rank, dims.n_heads, dims.qk_dim), std)
+        self.wkv_a = layers.normal(rngs, (cfg.dim, dims.kv_lora_rank + dims.rope_dim), std)
+        self.kv_norm = layers.RMSNorm(dims.kv_lora_rank, eps=LATENT_NORM_EPS)
+        self.wkv_b = layers.normal(
+            rngs, (dims.kv_lora_rank, dims.n_heads, dims.nope_dim + dims.v_dim), std
+        )
+        self.wo = layers.normal(rngs, (dims.n_heads, dims.v_dim, cfg.dim), std)
+        self.indexer = Indexer(cfg, rngs=rngs)
+        self.cfg = cfg
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        segments: Segments,
+        *,
+        mode: AttentionMode,
+        indexer_loss: bool = False,
+        probe: Probe | None = None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"] | None, Any]:
+        """Attend, each token to its own document's earlier tokens.
+
+        Args:
+            x_BTD: Layer input after its norm.
+            segments: The documents.
+            mode: "dense" reads every earlier token, "sparse" the `topk` that the indexer ranks highest, "window" the
+                last `topk`.
+            indexer_loss: Also return the indexer's KL, over the keys that were attended to.
+            probe: Measures the opened attention; its result is the third value.
+
+        Returns:
+            (output, KL per row float32 or None, the probe's result or None).
+        """
+        cfg = self.cfg
+        topk, scale = cfg.indexer.topk, cfg.softmax_scale
+        cos, sin = rope.rotation(cfg.rope, cfg.mla.rope_dim, segments.position)
+        qr_BTQ = self.q_norm(layers.project("btd,dq->btq", x_BTD, self.wq_a)).astype(x_BTD.dtype)
+        parts = self._latents(x_BTD, qr_BTQ, cos, sin)
+        index = self.indexer(x_BTD, qr_BTQ, cos, sin)  # dead code under jit where nothing reads it
+        start, end = segments.start, segments.end
+        kl_BT = measured = None
+        if mode == "sparse" and x_BTD.shape[1] > cfg.mla.masked_max_len:
+            q, kv = self.absorb(parts)
+            chosen_BTK = sharded_ops.select_indices(index, topk, start, end)
+            out, lse = sharded_ops.attend_selected(q, kv, chosen_BTK, scale, cfg.mla.kv_lora_rank)
+            out = self.unabsorb(out)
+            if indexer_loss:
+                kl_BT = sharded_ops.selected_kl(index, q, kv, lse, chosen_BTK, scale)
+        else:
+            q, k, v = self.expand(parts)
+            if mode == "window":
+                start = jnp.maximum(start, end - topk)
+            chosen_BTS = (
+                sharded_ops.select_mask(index, topk, start, end) if mode == "sparse" else None
+            )
+            out, lse = sharded_ops.attend_range(q, k, v, start, end, chosen_BTS, scale)
+            if indexer_loss:
+                kl_BT = sharded_ops.range_kl(index, q, k, lse, start, end, chosen_BTS, scale)
+        if probe is not None:
+            q_heads, k_heads, _ = self.expand(parts)
+            measured = probe(AttentionTensors(q_heads, k_heads, lse, index, scale, start, end))
+        return layers.project("bthu,hud->btd", out, self.wo), kl_BT, measured
+
+    def _latents(self, x: Array, qr: Array, cos: Array, sin: Array) -> Latents:
+        """Project to per-head queries and to the latent and rope key that all heads share."""
+        dims = self.cfg.mla
+        q = layers.project("btq,qhd->bthd", qr, self.wq_b)
+        q_nope, q_rope = jnp.split(q, [dims.nope_dim], axis=-1)
+        q_rope = rope.rotate_interleaved(q_rope, cos[:, :, None], sin[:, :, None])
+        latent, k_rope = jnp.split(
+            layers.project("btd,dc->btc", x, self.wkv_a), [dims.kv_lora_rank], axis=-1
+        )
+        latent = self.kv_norm(latent).astype(x.dtype)
+        if dims.fp8_latent:
+            latent = fp8.simulate(latent)
+        return Latents(q_nope, q_rope, latent, rope.rotate_interleaved(k_rope, cos, sin))
+
+    def expand(self, parts: Latents) -> tuple[Array, Array, Array]:
+        """Return MHA form: queries [B,T,H,P+R], keys [B,S,H,P+R] and values [B,S,H,U].
+
+        Args:
+            parts: The layer's queries and latents.
+
+        Returns:
+            (q, k, v); `k` repeats the rope key for every head.
+        """
+        dims = self.cfg.mla
+        kv = layers.project("btc,chd->bthd", parts.latent, self.wkv_b)
+        k_nope, v = jnp.split(kv, [dims.nope_dim], axis=-1)
+        k_rope = jnp.broadcast_to(parts.k_rope[:, :, None], (*k_nope.shape[:-1], dims.rope_dim))
+        q = jnp.concatenate([parts.q_nope, parts.q_rope], axis=-1)
+        return q, jnp.concatenate([k_nope, k_rope], axis=-1), v
+
+    def absorb(self, parts: Latents) -> tuple[Array, Array]:
+        """Return absorbed MQA form: queries [B,T,H,C+R] and the one shared key-value head [B,S,C+R].
+
+        Args:
+            parts: The layer's queries and latents.
+
+        Returns:
+            (q, kv); the values are the first C columns of `kv`, see `unabsorb`.
+        """
+        w_uk = self.wkv_b[..., : self.cfg.mla.nope_dim].astype(parts.q_nope.dtype)
+        q_latent = jnp.einsum("bthp,chp->bthc", parts.q_nope, w_uk)
+        q = jnp.concatenate([q_latent, parts.q_rope], axis=-1)
+        return q, jnp.concatenate([parts.latent, parts.k_rope], axis=-1)
+
+    def unabsorb(self, out_BTHC: Float[Array, "B T H C"]) -> Float[Array, "B T H U"]:
+        """Expand attended latents to each head's values.
+
+        Args:
+            out_BTHC: Weighted sums of latents.
+
+        Returns:
+            Weighted sums of values.
+        """
+        w_uv = self.wkv_b[..., self.cfg.mla.nope_dim :].astype(out_BTHC.dtype)
+        return jnp.einsum("bthc,chu->bthu", out_BTHC, w_uv)

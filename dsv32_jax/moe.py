@@ -1,0 +1,207 @@
+"""Mixture of experts: dropless dispatch to the routed experts, and the shared expert."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+import pallas_kernels
+from dsv32_jax import layers, sharding
+from dsv32_jax.config import ModelConfig
+from dsv32_jax.gate import Gate, Routing
+from dsv32_jax.segments import Segments
+from dsv32_jax.sharding import spec
+
+MIN_BLOCK, MAX_BLOCK = 8, 128  # rows that share one expert's weight in the blocked product
+
+
+class Dispatch(NamedTuple):
+    """Rows sorted by expert, each expert's rows padded to whole blocks.
+
+    Attributes:
+        token: int32 [M], the token in each row; N where the row is padding.
+        row: int32 [N, A], the row of each choice; M where its expert is not local.
+        sizes: int32 [E], rows of each local expert, multiples of the block.
+    """
+
+    token: Int[Array, " M"]
+    row: Int[Array, "N A"]
+    sizes: Int[Array, " E"]
+
+
+def plan_dispatch(
+    experts_NA: Int[Array, "N A"], n_local: int, first_expert: Int[Array, ""] | int, block: int
+) -> Dispatch:
+    """Give every choice of a local expert a row; none is dropped.
+
+    Args:
+        experts_NA: Chosen experts of each token.
+        n_local: Experts held here.
+        first_expert: Index of the first of them.
+        block: Rows are padded to multiples of it, expert by expert.
+
+    Returns:
+        The plan.
+    """
+    n_tokens, n_active = experts_NA.shape
+    n_choices = n_tokens * n_active
+    local = experts_NA.reshape(-1) - first_expert
+    local = jnp.where((local >= 0) & (local < n_local), local, n_local)
+    chose = (local[:, None] == jnp.arange(n_local)).astype(jnp.int32)
+    place = jnp.take_along_axis(
+        jnp.cumsum(chose, axis=0) - 1, jnp.minimum(local, n_local - 1)[:, None], axis=1
+    )[:, 0]
+    sizes = -(-jnp.sum(chose, axis=0, dtype=jnp.int32) // block) * block
+    first_row = jnp.cumsum(sizes) - sizes
+    n_rows = -(-n_choices // block) * block + n_local * block
+    row = jnp.where(local < n_local, first_row[jnp.minimum(local, n_local - 1)] + place, n_rows)
+    token = jnp.full(n_rows, n_tokens, jnp.int32)
+    token = token.at[row].set(jnp.arange(n_choices, dtype=jnp.int32) // n_active, mode="drop")
+    return Dispatch(token, row.reshape(n_tokens, n_active).astype(jnp.int32), sizes)
+
+
+@jax.custom_vjp
+def _to_rows(x_ND: Array, token_M: Array, row_NA: Array) -> Array:
+    """Copy each row's token; its transpose gathers too, so no scatter-add decides the order of a sum."""
+    return x_ND.at[token_M].get(mode="fill", fill_value=0)
+
+
+def _to_rows_fwd(x_ND: Array, token_M: Array, row_NA: Array) -> tuple[Array, Array]:
+    return _to_rows(x_ND, token_M, row_NA), row_NA
+
+
+def _to_rows_bwd(row_NA: Array, grad_MD: Array) -> tuple[Array, None, None]:
+    picked_NAD = grad_MD.at[row_NA].get(mode="fill", fill_value=0)
+    return jnp.sum(picked_NAD.astype(jnp.float32), axis=1).astype(grad_MD.dtype), None, None
+
+
+_to_rows.defvjp(_to_rows_fwd, _to_rows_bwd)
+
+
+@jax.custom_vjp
+def _from_rows(out_MD: Array, token_M: Array, row_NA: Array) -> Array:
+    """Return each choice's row [N, A, D]; 0 where the expert is elsewhere."""
+    return out_MD.at[row_NA].get(mode="fill", fill_value=0)
+
+
+def _from_rows_fwd(out_MD: Array, token_M: Array, row_NA: Array) -> tuple[Array, tuple]:
+    return _from_rows(out_MD, token_M, row_NA), (token_M, row_NA)
+
+
+def _from_rows_bwd(saved: tuple, grad_NAD: Array) -> tuple[Array, None, None]:
+    token_M, row_NA = saved
+    n_tokens, n_active, dim = grad_NAD.shape
+    choice_NA = jnp.arange(n_tokens * n_active, dtype=jnp.int32).reshape(n_tokens, n_active)
+    choice_M = jnp.full(token_M.shape, n_tokens * n_active, jnp.int32)
+    choice_M = choice_M.at[row_NA].set(choice_NA, mode="drop")
+    grad_MD = grad_NAD.reshape(-1, dim).at[choice_M].get(mode="fill", fill_value=0)
+    return grad_MD, None, None
+
+
+_from_rows.defvjp(_from_rows_fwd, _from_rows_bwd)
+
+
+def _block_rows(n_choices: int, n_experts: int) -> int:
+    """Choose a block near the rows an expert gets, a power of two."""
+    per_expert = max(n_choices // n_experts, 1)
+    return min(MAX_BLOCK, max(MIN_BLOCK, 1 << (per_expert.bit_length() - 1)))
+
+
+def run_experts(
+    x_ND: Float[Array, "N D"],
+    experts_NA: Int[Array, "N A"],
+    gates_NA: Float[Array, "N A"],
+    weights: tuple[Array, Array, Array],
+    first_expert: Int[Array, ""] | int = 0,
+) -> Float[Array, "N D"]:
+    """Sum the gated outputs of each token's experts that are held here.
+
+    `y[n] = sum_a gate[n, a] * w2_e(silu(w1_e x[n]) * w3_e x[n])`, e the a-th choice; float32.
+
+    Args:
+        x_ND: Tokens.
+        experts_NA: int32, their chosen experts.
+        gates_NA: float32 weights.
+        weights: (w1 [E, D, F], w3 [E, D, F], w2 [E, F, D]) of the local experts.
+        first_expert: Index of the first local expert.
+
+    Returns:
+        float32 sums; choices of experts held elsewhere add nothing.
+    """
+    w1_EDF, w3_EDF, w2_EFD = (w.astype(x_ND.dtype) for w in weights)
+    n_local = w1_EDF.shape[0]
+    block = _block_rows(experts_NA.size, n_local)
+    plan = plan_dispatch(experts_NA, n_local, first_expert, block)
+    x_MD = _to_rows(x_ND, plan.token, plan.row)
+
+    def multiply(x: Array, w: Array) -> Array:
+        return pallas_kernels.grouped_matmul(x, w, plan.sizes, align=block)
+
+    hidden_MF = layers.swiglu(multiply(x_MD, w1_EDF), multiply(x_MD, w3_EDF))
+    out_NAD = _from_rows(multiply(hidden_MF, w2_EFD), plan.token, plan.row)
+    return jnp.einsum("na,nad->nd", gates_NA, out_NAD.astype(jnp.float32))
+
+
+class MoE(nnx.Module):
+    """Routed experts plus the shared expert."""
+
+    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
+        """Draw the weights.
+
+        Args:
+            cfg: The model.
+            rngs: Source of randomness.
+        """
+        moe, dim, std = cfg.moe, cfg.dim, cfg.init_std
+        self.gate = Gate(cfg, rngs=rngs)
+        self.w1 = layers.normal(rngs, (moe.n_experts, dim, moe.expert_dim), std)
+        self.w3 = layers.normal(rngs, (moe.n_experts, dim, moe.expert_dim), std)
+        self.w2 = layers.normal(rngs, (moe.n_experts, moe.expert_dim, dim), std)
+        self.shared = layers.FeedForward(dim, moe.n_shared * moe.expert_dim, std, rngs=rngs)
+
+    def __call__(
+        self, x_BTD: Float[Array, "B T D"], documents: Segments
+    ) -> tuple[Float[Array, "B T D"], Routing]:
+        """Apply the shared expert and each token's routed experts, summed in float32.
+
+        Args:
+            x_BTD: Tokens.
+            documents: The documents, for the gate's statistics.
+
+        Returns:
+            (output in the dtype of `x_BTD`, the routing).
+        """
+        routing = self.gate(x_BTD, documents)
+        weights = (self.w1[...], self.w3[...], self.w2[...])
+        routed_BTD = _sharded_experts(x_BTD, routing.experts, routing.gates, weights)
+        out_BTD = routed_BTD + self.shared(x_BTD).astype(jnp.float32)
+        return out_BTD.astype(x_BTD.dtype), routing
+
+
+def _sharded_experts(x: Array, experts: Array, gates: Array, weights: tuple) -> Array:
+    """Gather the tokens of the expert axis, run the local experts on them, and sum back to each token's device."""
+    gathers = sharding.axis_size("expert") > 1
+    partial = sharding.axis_size("tensor") > 1
+
+    def local(x: Array, experts: Array, gates: Array, weights: tuple) -> Array:
+        first_expert: Array | int = 0
+        if gathers:
+            x, experts, gates = jax.lax.all_gather((x, experts, gates), "expert", tiled=True)
+            first_expert = jax.lax.axis_index("expert") * weights[0].shape[0]
+        flat = [a.reshape(-1, a.shape[-1]) for a in (x, experts, gates)]
+        out = run_experts(*flat, weights, first_expert).reshape(x.shape)
+        if partial:
+            out = jax.lax.psum(out, "tensor")
+        return jax.lax.psum_scatter(out, "expert", tiled=True) if gathers else out
+
+    token = spec("batch", "sequence")
+    weight_specs = (
+        spec("experts", None, "ffn"),
+        spec("experts", None, "ffn"),
+        spec("experts", "ffn"),
+    )
+    return sharding.shard_map(local, (token, token, token, weight_specs), token)(
+        x, experts, gates, weights
+    )

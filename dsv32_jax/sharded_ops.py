@@ -1,0 +1,138 @@
+"""The attention kernels under the mesh: each device's rows and heads, with every collective written down.
+
+Queries keep their shard of the sequence and keys are gathered along it. Heads are sharded in attention; the indexer and
+its loss need all heads of a query, so there the rows are cut finer instead.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array, Float, Int
+
+import pallas_kernels
+from dsv32_jax import sharding
+from dsv32_jax.indexer import IndexerTensors
+from dsv32_jax.sharding import spec
+
+QUERY_HEADS = spec("batch", "sequence", "heads")
+KEY_HEADS = spec("batch", None, "heads")
+QUERY = spec("batch", "sequence")
+ROW = spec("batch", "rows")
+KEY = spec("batch")
+
+
+def _causal() -> bool:
+    """Whether a shard's rows are the same positions as its keys, so that later keys can be skipped."""
+    return sharding.axis_size(*sharding.RULES["rows"]) == 1
+
+
+def attend_range(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S H D"],
+    v: Float[Array, "B S H U"],
+    start: Int[Array, "B T"],
+    end: Int[Array, "B T"],
+    selected: Array | None,
+    scale: float,
+) -> tuple[Float[Array, "B T H U"], Float[Array, "B T H"]]:
+    """Run `dense_mla` on every device's queries and heads."""
+    causal = sharding.axis_size("context") == 1
+
+    def local(q: Array, k: Array, v: Array, start: Array, end: Array, *mask: Array) -> tuple:
+        return pallas_kernels.dense_mla(
+            q,
+            k,
+            v,
+            scale=scale,
+            start=start,
+            end=end,
+            selected=mask[0] if mask else None,
+            causal=causal,
+        )
+
+    masks = () if selected is None else (selected,)
+    in_specs = (QUERY_HEADS, KEY_HEADS, KEY_HEADS, QUERY, QUERY) + (QUERY,) * len(masks)
+    run = sharding.shard_map(local, in_specs, (QUERY_HEADS, QUERY_HEADS))
+    return run(q, k, v, start, end, *masks)
+
+
+def attend_selected(
+    q: Float[Array, "B T H D"],
+    kv: Float[Array, "B S D"],
+    topk_idx: Int[Array, "B T K"],
+    scale: float,
+    value_dim: int,
+) -> tuple[Float[Array, "B T H C"], Float[Array, "B T H"]]:
+    """Run `sparse_mla` on every device's queries and heads."""
+
+    def local(q: Array, kv: Array, topk_idx: Array) -> tuple[Array, Array]:
+        return pallas_kernels.sparse_mla(q, kv, topk_idx, scale=scale, value_dim=value_dim)
+
+    run = sharding.shard_map(local, (QUERY_HEADS, KEY, QUERY), (QUERY_HEADS, QUERY_HEADS))
+    return run(q, kv, topk_idx)
+
+
+def select_mask(
+    index: IndexerTensors, topk: int, start: Int[Array, "B T"], end: Int[Array, "B T"]
+) -> Array:
+    """Run `indexer_topk_mask` on every device's rows; selection has no gradient."""
+    return _select(pallas_kernels.indexer_topk_mask, index, topk, start, end)
+
+
+def select_indices(
+    index: IndexerTensors, topk: int, start: Int[Array, "B T"], end: Int[Array, "B T"]
+) -> Int[Array, "B T K"]:
+    """Run `indexer_topk` on every device's rows; selection has no gradient."""
+    return _select(pallas_kernels.indexer_topk, index, topk, start, end)
+
+
+def _select(op: Callable, index: IndexerTensors, topk: int, start: Array, end: Array) -> Array:
+    causal = _causal()
+
+    def local(q: Array, k: Array, w: Array, start: Array, end: Array) -> Array:
+        return op(q, k, w, k=topk, start=start, end=end, causal=causal)
+
+    run = sharding.shard_map(local, (ROW, KEY, ROW, ROW, ROW), ROW)
+    return run(*jax.lax.stop_gradient(index), start, end)
+
+
+def range_kl(
+    index: IndexerTensors,
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S H D"],
+    lse: Float[Array, "B T H"],
+    start: Int[Array, "B T"],
+    end: Int[Array, "B T"],
+    selected: Array | None,
+    scale: float,
+) -> Float[Array, "B T"]:
+    """Run `indexer_kl` on every device's rows, with all heads."""
+    causal = _causal()
+
+    def local(*arrays: Array) -> Array:
+        *tensors, start, end = arrays[:8]
+        mask = arrays[8] if len(arrays) > 8 else None
+        return pallas_kernels.indexer_kl(
+            *tensors, scale=scale, start=start, end=end, selected=mask, causal=causal
+        )
+
+    masks = () if selected is None else (selected,)
+    in_specs = (ROW, KEY, ROW, ROW, KEY, ROW, ROW, ROW) + (ROW,) * len(masks)
+    return sharding.shard_map(local, in_specs, ROW)(*index, q, k, lse, start, end, *masks)
+
+
+def selected_kl(
+    index: IndexerTensors,
+    q: Float[Array, "B T H D"],
+    kv: Float[Array, "B S D"],
+    lse: Float[Array, "B T H"],
+    topk_idx: Int[Array, "B T K"],
+    scale: float,
+) -> Float[Array, "B T"]:
+    """Run `sparse_indexer_kl` on every device's rows, with all heads."""
+
+    def local(*arrays: Array) -> Array:
+        return pallas_kernels.sparse_indexer_kl(*arrays, scale=scale)
+
+    run = sharding.shard_map(local, (ROW, KEY, ROW, ROW, KEY, ROW, ROW), ROW)
+    return run(*index, q, kv, lse, topk_idx)

@@ -1,0 +1,177 @@
+"""The mesh, the table from logical to mesh axes, and the only places where arrays meet them.
+
+The mesh is set once with `jax.set_mesh`; the functions here read it from the context and do nothing without one, so
+that the model runs unchanged on one device. Axis types are Auto: layouts of parameters and activations are stated
+and XLA fills in the rest; attention and experts run under shard_map, where every collective is written down.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dsv32_jax.config import require
+
+AXES = ("data", "fsdp", "expert", "tensor", "context")
+BATCH_AXES = ("data", "fsdp", "expert")
+
+RULES: dict[str, tuple[str, ...]] = {
+    # activations
+    "batch": BATCH_AXES,
+    "sequence": ("context",),
+    "rows": ("context", "tensor"),  # queries, where every device needs all heads
+    # parameters
+    "embed": ("fsdp", "context"),
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "ffn": ("tensor",),
+    "experts": ("expert",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices along each mesh axis: within a slice (ici) and across slices (dcn); at most one -1 each fills up.
+
+    Attributes:
+        ici_data: Copies of the model, within a slice.
+        ici_fsdp: Shards of parameters and optimizer state, gathered layer by layer.
+        ici_expert: Shards of the experts; tokens travel.
+        ici_tensor: Shards of heads, hidden widths and vocabulary.
+        ici_context: Shards of the sequence.
+        dcn_data: Copies of the model, across slices.
+        dcn_fsdp: Shards of parameters, across slices.
+        dcn_expert: Shards of the experts, across slices.
+        dcn_tensor: Shards of heads and widths, across slices.
+        dcn_context: Shards of the sequence, across slices.
+    """
+
+    ici_data: int = 1
+    ici_fsdp: int = -1
+    ici_expert: int = 1
+    ici_tensor: int = 1
+    ici_context: int = 1
+    dcn_data: int = 1
+    dcn_fsdp: int = 1
+    dcn_expert: int = 1
+    dcn_tensor: int = 1
+    dcn_context: int = 1
+
+    def __post_init__(self) -> None:
+        """Check sizes."""
+        for field in fields(self):
+            size = getattr(self, field.name)
+            require(size == -1 or size >= 1, f"{field.name}={size} must be -1 or at least 1")
+        for kind in ("ici", "dcn"):
+            filled = [axis for axis in AXES if self.size(kind, axis) == -1]
+            require(len(filled) <= 1, f"at most one {kind} axis may be -1, got {filled}")
+
+    def size(self, kind: str, axis: str) -> int:
+        """Return the configured size of one axis; kind is "ici" or "dcn"."""
+        return getattr(self, f"{kind}_{axis}")
+
+
+def _fill(sizes: list[int], total: int, kind: str) -> list[int]:
+    """Replace a -1 by what is left of total; the product must come out as total."""
+    known = math.prod(size for size in sizes if size != -1)
+    filled = [total // known if size == -1 else size for size in sizes]
+    shape = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+    require(
+        math.prod(filled) == total,
+        f"mesh {kind} axes ({shape}) do not make {total}: {known} must "
+        + ("divide it" if -1 in sizes else "equal it"),
+    )
+    return filled
+
+
+def make_mesh(cfg: MeshConfig, devices: list[Any] | None = None) -> Mesh:
+    """Lay the devices out on the axes data, fsdp, expert, tensor, context.
+
+    Args:
+        cfg: Sizes of the axes.
+        devices: Devices to use; None takes all of them.
+
+    Returns:
+        The mesh, Auto axes.
+
+    Raises:
+        ValueError: If the sizes do not multiply to the number of devices (or slices).
+    """
+    devices = jax.devices() if devices is None else devices
+    n_slices = len({getattr(device, "slice_index", 0) for device in devices})
+    dcn = _fill([cfg.size("dcn", axis) for axis in AXES], n_slices, "dcn")
+    ici = _fill([cfg.size("ici", axis) for axis in AXES], len(devices) // n_slices, "ici")
+    types = (AxisType.Auto,) * len(AXES)
+    if n_slices > 1:
+        from jax.experimental import mesh_utils
+
+        grid = mesh_utils.create_hybrid_device_mesh(tuple(ici), tuple(dcn), devices=devices)
+        return Mesh(grid, AXES, axis_types=types)
+    shape = tuple(np.multiply(ici, dcn).tolist())
+    return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+
+
+def axis_size(*axes: str) -> int:
+    """Return how many shards the context's mesh makes along the axes; 1 without a mesh."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return math.prod(shape.get(axis, 1) for axis in axes)
+
+
+def spec(*logical: str | None) -> P:
+    """Translate logical axes (None: not sharded) to a PartitionSpec by RULES."""
+    return P(*(RULES[name] if name else None for name in logical))
+
+
+def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
+    """State the layout of an activation; does nothing without a mesh."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(*logical))
+
+
+def shard_map(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Run fn on each device's shard under the context's mesh; plain fn where nothing is sharded.
+
+    Args:
+        fn: Function of local arrays.
+        in_specs: PartitionSpecs of the arguments; arrays in another layout are resharded first.
+        out_specs: PartitionSpecs of the results.
+
+    Returns:
+        A function of global arrays.
+    """
+    if axis_size(*AXES) == 1:
+        return fn
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs)
+
+
+def parameter_shardings(mesh: Mesh, tree: Any, logical_axes: Any) -> Any:
+    """Return the NamedSharding of every parameter.
+
+    Args:
+        mesh: Where they live.
+        tree: Tree of arrays or shapes.
+        logical_axes: The same tree of tuples of logical axes, one per dimension.
+
+    Returns:
+        Tree of NamedSharding. A dimension that its mesh axes do not divide is not sharded: small models
+        on large meshes still run, with those parameters replicated.
+    """
+
+    def one(leaf: Any, logical: tuple[str | None, ...]) -> NamedSharding:
+        entries = [
+            RULES[name] if name and size % _shards(mesh, name) == 0 else None
+            for size, name in zip(leaf.shape, logical, strict=True)
+        ]
+        return NamedSharding(mesh, P(*entries))
+
+    return jax.tree.map(one, tree, logical_axes)
+
+
+def _shards(mesh: Mesh, name: str) -> int:
+    return math.prod(mesh.shape[axis] for axis in RULES[name])

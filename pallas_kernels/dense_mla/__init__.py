@@ -1,0 +1,1 @@
+"""Attention over a range of keys, in MHA form."""

@@ -1,0 +1,1 @@
+"""FP8 quantisation with power-of-two scales."""

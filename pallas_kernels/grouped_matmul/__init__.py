@@ -1,0 +1,1 @@
+"""Matrix products of row groups, each with its own weight."""

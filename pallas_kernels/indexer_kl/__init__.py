@@ -1,0 +1,1 @@
+"""The indexer's training loss."""

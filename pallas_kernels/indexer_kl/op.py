@@ -1,0 +1,142 @@
+"""Public ops: the indexer's KL loss over a range of keys, or over listed keys."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import dispatch, query_blocks
+from pallas_kernels.dense_mla import reference as dense_reference
+from pallas_kernels.indexer_kl import reference
+from pallas_kernels.indexer_scores import reference as scores_reference
+from pallas_kernels.sparse_mla import reference as sparse_reference
+
+IMPLEMENTATIONS = ("reference",)
+
+
+def indexer_kl(
+    q_TJX: Float[Array, "*B T J X"],
+    k_SX: Float[Array, "*B S X"],
+    w_TJ: Float[Array, "*B T J"],
+    attn_q_THD: Float[Array, "*B T H D"],
+    attn_k_SHD: Float[Array, "*B S H D"],
+    lse_TH: Float[Array, "*B T H"],
+    *,
+    scale: float,
+    start: Int[Array, "*B T"],
+    end: Int[Array, "*B T"],
+    selected: Bool[Array, "*B T S"] | None = None,
+    causal: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "*B T"]:
+    """Measure how far the indexer's softmax is from the main attention, per query.
+
+    `KL(p[t] || softmax(I[t]))` over the allowed keys, with `p[t, s] = sum_h A[t, h, s]` normalised to sum 1 and
+    `A[t, h, s] = exp(scale * q[t, h] . k[s, h] - lse[t, h])`. The gradient reaches the indexer's q, k and w only:
+    `dKL/dI = softmax(I) - p`.
+
+    Args:
+        q_TJX: Index queries.
+        k_SX: Index keys.
+        w_TJ: Head weights with the scales folded in.
+        attn_q_THD: The main attention's queries, all heads.
+        attn_k_SHD: The main attention's keys.
+        lse_TH: float32 log-sum-exp of the attention over the same allowed keys.
+        scale: The attention's factor on the logits.
+        start: int32, first valid key of each query.
+        end: int32, one past the last valid key.
+        selected: Optional mask: the sparse stage's loss, over the selected keys only.
+        causal: Promise that `end[t] <= t + 1` and T == S.
+        implementation: None picks the best.
+
+    Returns:
+        float32 KL of each row, >= 0 up to rounding; 0 for an empty row.
+
+    Raises:
+        ValueError: If `implementation` is unknown, or `causal` is given with T != S.
+
+    Source: DeepSeek-V3.2 report, section 2.1, eqs. 3 and 4.
+    """
+    dispatch.choose("indexer_kl", implementation, IMPLEMENTATIONS)
+    dispatch.check_causal("indexer_kl", causal, q_TJX.shape[-3], k_SX.shape[-2])
+    attn_q_THD, attn_k_SHD, lse_TH = jax.lax.stop_gradient((attn_q_THD, attn_k_SHD, lse_TH))
+    block = query_blocks.rows_per_block(k_SX.shape[-2] * attn_q_THD.shape[-2])
+
+    def kl_block(rows: tuple, keys: tuple[Array, Array]) -> Array:
+        q, w, attn_q, lse, first, last, chosen = rows
+        k, attn_k = keys
+        allowed_TS = dense_reference.allowed_keys(first, last, chosen, k.shape[0])
+        logits_HTS = dense_reference.head_logits(attn_q, attn_k, scale)
+        target_TS = reference.target_from_logits(logits_HTS, lse, allowed_TS)
+        return reference.kl_rows(target_TS, scores_reference.raw_scores(q, k, w), allowed_TS)
+
+    def one(q: Array, k: Array, w: Array, attn_q: Array, attn_k: Array, *rest: Array) -> Array:
+        lse, first, last, *chosen = rest
+        rows = (q, w, attn_q, lse, first, last, chosen[0] if chosen else None)
+        return query_blocks.map_query_blocks(
+            kl_block, rows, (k, attn_k), block=block, causal=causal
+        )
+
+    arguments = (q_TJX, k_SX, w_TJ, attn_q_THD, attn_k_SHD, lse_TH, start, end)
+    arguments += () if selected is None else (selected,)
+    return dispatch.over_batch(one, q_TJX.ndim - 3)(*arguments)
+
+
+def sparse_indexer_kl(
+    q_TJX: Float[Array, "*B T J X"],
+    k_SX: Float[Array, "*B S X"],
+    w_TJ: Float[Array, "*B T J"],
+    attn_q_THD: Float[Array, "*B T H D"],
+    kv_SD: Float[Array, "*B S D"],
+    lse_TH: Float[Array, "*B T H"],
+    topk_idx_TK: Int[Array, "*B T K"],
+    *,
+    scale: float,
+    implementation: str | None = None,
+) -> Float[Array, "*B T"]:
+    """Measure `indexer_kl` over listed keys, for attention in absorbed MQA form.
+
+    The same value as `indexer_kl(..., selected=...)` of the listed set; work and memory are [T, K].
+
+    Args:
+        q_TJX: Index queries.
+        k_SX: Index keys.
+        w_TJ: Head weights with the scales folded in.
+        attn_q_THD: The main attention's absorbed queries.
+        kv_SD: The main attention's shared keys.
+        lse_TH: float32 log-sum-exp of the attention over the same listed keys.
+        topk_idx_TK: int32 key indices; -1 and out-of-range slots are ignored.
+        scale: The attention's factor on the logits.
+        implementation: None picks the best.
+
+    Returns:
+        float32 KL of each row, >= 0 up to rounding; 0 for an empty row.
+
+    Raises:
+        ValueError: If `implementation` is unknown.
+
+    Source: DeepSeek-V3.2 report, section 2.1, eq. 4.
+    """
+    dispatch.choose("sparse_indexer_kl", implementation, IMPLEMENTATIONS)
+    attn_q_THD, kv_SD, lse_TH = jax.lax.stop_gradient((attn_q_THD, kv_SD, lse_TH))
+    widest = max(kv_SD.shape[-1], attn_q_THD.shape[-2], q_TJX.shape[-2])
+    block = query_blocks.rows_per_block(topk_idx_TK.shape[-1] * widest)
+
+    def kl_block(rows: tuple[Array, ...], keys: tuple[Array, Array]) -> Array:
+        q, w, attn_q, lse, topk_idx = rows
+        k, kv = keys
+        kv_TKD, valid_TK = sparse_reference.gather_rows(kv, topk_idx)
+        logits_THK = sparse_reference.slot_logits(attn_q, kv_TKD, scale)
+        target_TK = reference.target_from_logits(jnp.swapaxes(logits_THK, 0, 1), lse, valid_TK)
+        k_TKX, _ = sparse_reference.gather_rows(k, topk_idx)
+        dots_TJK = jnp.einsum("tjx,tkx->tjk", q, k_TKX, preferred_element_type=jnp.float32)
+        scores_TK = jnp.einsum("tj,tjk->tk", w.astype(jnp.float32), jax.nn.relu(dots_TJK))
+        return reference.kl_rows(target_TK, scores_TK, valid_TK)
+
+    def one(
+        q: Array, k: Array, w: Array, attn_q: Array, kv: Array, lse: Array, idx: Array
+    ) -> Array:
+        rows = (q, w, attn_q, lse, idx)
+        return query_blocks.map_query_blocks(kl_block, rows, (k, kv), block=block, causal=False)
+
+    arguments = (q_TJX, k_SX, w_TJ, attn_q_THD, kv_SD, lse_TH, topk_idx_TK)
+    return dispatch.over_batch(one, q_TJX.ndim - 3)(*arguments)

@@ -1,0 +1,1 @@
+"""Lightning indexer scores."""

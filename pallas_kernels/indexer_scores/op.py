@@ -1,0 +1,59 @@
+"""Public op: lightning indexer scores."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch, query_blocks
+from pallas_kernels.indexer_scores import reference
+
+IMPLEMENTATIONS = ("reference",)
+
+
+def indexer_scores(
+    q_TJX: Float[Array, "*B T J X"],
+    k_SX: Float[Array, "*B S X"],
+    w_TJ: Float[Array, "*B T J"],
+    *,
+    start: Int[Array, "*B T"],
+    end: Int[Array, "*B T"],
+    causal: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "*B T S"]:
+    """Score each key for each query with the lightning indexer.
+
+    `I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s])` for start[t] <= s < end[t], `-inf` elsewhere. Products
+    accumulate in float32. The head and dimension scales (J^-0.5, X^-0.5) belong in `w`.
+
+    Args:
+        q_TJX: Index queries, float, any leading batch axes.
+        k_SX: Index keys, one per position, shared by the J heads.
+        w_TJ: Head weights, any sign.
+        start: int32, first valid key of each query, in [0, S].
+        end: int32, one past the last valid key, in [0, S]; `end <= start` is an empty row.
+        causal: Promise that `end[t] <= t + 1` and T == S; later keys are then never computed.
+        implementation: None picks the best.
+
+    Returns:
+        float32 scores. A NaN input gives NaN where it is used.
+
+    Raises:
+        ValueError: If `implementation` is unknown, or `causal` is given with T != S.
+
+    Source: DeepSeek-V3.2 report, eq. 1.
+    """
+    dispatch.choose("indexer_scores", implementation, IMPLEMENTATIONS)
+    dispatch.check_causal("indexer_scores", causal, q_TJX.shape[-3], k_SX.shape[-2])
+    n_keys = k_SX.shape[-2]
+    block = query_blocks.rows_per_block(n_keys)
+
+    def block_scores(rows: tuple[Array, ...], k_SX: Array) -> Array:
+        q, w, first, last = rows
+        scores_TS = reference.indexer_scores(q, k_SX, w, first, last)
+        return jnp.pad(scores_TS, ((0, 0), (0, n_keys - k_SX.shape[0])), constant_values=-jnp.inf)
+
+    def one(q: Array, k: Array, w: Array, first: Array, last: Array) -> Array:
+        return query_blocks.map_query_blocks(
+            block_scores, (q, w, first, last), k, block=block, causal=causal
+        )
+
+    return dispatch.over_batch(one, q_TJX.ndim - 3)(q_TJX, k_SX, w_TJ, start, end)

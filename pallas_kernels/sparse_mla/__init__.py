@@ -1,0 +1,1 @@
+"""Attention to listed keys, in absorbed MQA form."""
