@@ -1,0 +1,139 @@
+"""AdamW with DeepSeek-V3's settings: one group for the main model, one for the indexers, each clipped by itself."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import optax
+
+from dsv32_jax.config import Dtype, require
+from dsv32_jax.parameters import Arrays, is_indexer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Learning rate over steps: linear warm-up, constant, cosine to a final value, then constant pieces.
+
+    Attributes:
+        peak: Highest learning rate.
+        warmup_steps: Steps from 0 to the peak.
+        hold_steps: Steps at the peak after the warm-up, before the decay.
+        decay_steps: Steps of the cosine; 0 stays at the peak.
+        final: Rate at the end of the cosine.
+        tail: (step, rate) pairs, ascending: from that step on, that constant rate.
+    """
+
+    peak: float
+    warmup_steps: int = 0
+    hold_steps: int = 0
+    decay_steps: int = 0
+    final: float = 0.0
+    tail: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        require(self.peak > 0, f"peak={self.peak} must be positive")
+        require(
+            0 <= self.final <= self.peak, f"final={self.final} must be in [0, peak={self.peak}]"
+        )
+        for name in ("warmup_steps", "hold_steps", "decay_steps"):
+            require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
+        steps = [step for step, _ in self.tail]
+        require(steps == sorted(set(steps)), f"tail={self.tail} must have ascending steps")
+
+    def build(self) -> optax.Schedule:
+        """Return the function of the step (0-based); the first step of a warm-up of n has rate peak / n."""
+        pieces: list[optax.Schedule] = []
+        ends: list[int] = []
+        if self.warmup_steps:
+            n = self.warmup_steps
+            pieces.append(lambda step: self.peak * jnp.minimum((step + 1) / n, 1.0))
+            ends.append(n)
+        pieces.append(optax.constant_schedule(self.peak))
+        if self.decay_steps:
+            ends.append(self.warmup_steps + self.hold_steps)
+            ratio = self.final / self.peak
+            pieces.append(optax.cosine_decay_schedule(self.peak, self.decay_steps, alpha=ratio))
+        for step, rate in self.tail:
+            ends.append(step)
+            pieces.append(optax.constant_schedule(rate))
+        return optax.join_schedules(pieces, ends)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW.
+
+    Attributes:
+        main: Learning rate of everything but the indexers.
+        indexer: Learning rate of the indexers, the MTP layer's included.
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Of the main model's matrices, not of norms and biases; decoupled, times the learning rate.
+        indexer_weight_decay: Of the indexers' matrices.
+        clip_norm: Largest global gradient norm, of each group by itself, so that the KL cannot shrink the main
+            model's step.
+        mu_dtype: Dtype of the first moment.
+    """
+
+    main: Schedule
+    indexer: Schedule
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    indexer_weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    mu_dtype: Dtype = "float32"
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        require(0 <= self.b1 < 1, f"b1={self.b1} must be in [0, 1)")
+        require(0 <= self.b2 < 1, f"b2={self.b2} must be in [0, 1)")
+        for name in ("eps", "clip_norm"):
+            require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
+        for name in ("weight_decay", "indexer_weight_decay"):
+            require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
+
+
+def group_of(name: str) -> str:
+    """Return "indexer" or "main"."""
+    return "indexer" if is_indexer(name) else "main"
+
+
+def decays(name: str) -> bool:
+    """Tell whether weight decay applies: to matrices, not to norms and biases."""
+    last_two = name.split(".")[-2:]
+    return last_two[-1] != "bias" and not last_two[0].endswith("norm")
+
+
+def make_optimizer(cfg: OptimizerConfig) -> optax.GradientTransformation:
+    """Build the transformation for a flat dict of gradients; it holds state for what it is given only.
+
+    Args:
+        cfg: Settings.
+
+    Returns:
+        An optax transformation whose updates are added to the parameters.
+    """
+
+    def group(schedule: Schedule, weight_decay: float) -> optax.GradientTransformation:
+        return optax.chain(
+            optax.clip_by_global_norm(cfg.clip_norm),
+            optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps, mu_dtype=jnp.dtype(cfg.mu_dtype)),
+            optax.add_decayed_weights(
+                weight_decay, mask=lambda tree: {name: decays(name) for name in tree}
+            ),
+            optax.scale_by_learning_rate(schedule.build()),
+        )
+
+    groups = {
+        "main": group(cfg.main, cfg.weight_decay),
+        "indexer": group(cfg.indexer, cfg.indexer_weight_decay),
+    }
+    return optax.partition(groups, label_parameters)
+
+
+def label_parameters(tree: Arrays) -> dict[str, str]:
+    """Return each parameter's group by name."""
+    return {name: group_of(name) for name in tree}

@@ -1,0 +1,220 @@
+"""One optimizer step: microbatches, gradients of what trains, router bias, update."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from dsv32_jax import parameters, sharding
+from dsv32_jax.config import ModelConfig, require
+from dsv32_jax.model import ModelOutput
+from dsv32_jax.parameters import Arrays, Parameters
+from train import losses
+from train.losses import Batch, LossSums, LossWeights
+from train.optimizer import group_of
+from train.stage import ATTENTION, INDEXER_TRAINS, MAIN_TRAINS, Stage
+from train.state import TrainState, trainable
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Coefficients of the losses; None turns one off, a zero is an error.
+
+    Attributes:
+        mtp: lambda of the multi-token prediction; unused where the model has no MTP module.
+        balance: alpha of the sequence-wise balance loss.
+        bias_rate: gamma, the step of the router bias.
+        kl: Factor on the indexer's KL, a mean over tokens summed over layers.
+    """
+
+    mtp: float | None = 0.3
+    balance: float | None = 1e-4
+    bias_rate: float | None = 1e-3
+    kl: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check that nothing is silently off."""
+        for name in ("mtp", "balance", "bias_rate", "kl"):
+            value = getattr(self, name)
+            require(
+                value is None or value > 0,
+                f"{name}={value} must be positive"
+                + ("" if name == "kl" else ", or None to turn it off"),
+            )
+
+
+class StepMetrics(NamedTuple):
+    """What a step reports, float32 scalars.
+
+    Attributes:
+        loss: What was minimised.
+        lm: Mean next-token cross-entropy, nats per token.
+        mtp: Mean MTP cross-entropy.
+        balance: Mean balance loss before alpha, summed over expert layers.
+        kl: Mean indexer KL per token, summed over layers.
+        grad_norm: Norm of the main model's gradient before clipping; 0 where it does not train.
+        indexer_grad_norm: The same of the indexers.
+        max_load: Tokens of the fullest expert of any layer over the mean.
+    """
+
+    loss: Float[Array, ""]
+    lm: Float[Array, ""]
+    mtp: Float[Array, ""]
+    balance: Float[Array, ""]
+    kl: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    indexer_grad_norm: Float[Array, ""]
+    max_load: Float[Array, ""]
+
+
+def combine(sums: LossSums, weights: LossWeights, cfg: LossConfig, stage: Stage) -> Array:
+    """Weigh the losses of a stage.
+
+    Args:
+        sums: Of a (micro)batch.
+        weights: Of the whole batch.
+        cfg: Coefficients.
+        stage: The stage.
+
+    Returns:
+        float32 []; summed over the microbatches it is the batch's loss.
+    """
+    total = jnp.zeros((), jnp.float32)
+    if stage in MAIN_TRAINS:
+        total += sums.lm / weights.lm
+        total += (cfg.mtp or 0.0) * sums.mtp / weights.mtp
+        total += (cfg.balance or 0.0) * sums.balance / weights.balance
+    if stage in INDEXER_TRAINS:
+        total += cfg.kl * sums.kl / weights.kl
+    return total
+
+
+def expert_loads(output: ModelOutput) -> Arrays:
+    """Return tokens per expert, by the name of the router bias they move."""
+    loads = {}
+    if output.moe is not None:
+        loads["moe_layers.moe.gate.bias"] = output.moe.load
+    if output.mtp is not None:
+        loads["mtp.block.moe.gate.bias"] = output.mtp.load
+    return loads
+
+
+def gradients(
+    cfg: ModelConfig,
+    loss_cfg: LossConfig,
+    stage: Stage,
+    params: Parameters,
+    batch: Batch,
+    microbatches: int,
+) -> tuple[Arrays, LossSums, Arrays]:
+    """Return the gradient of the batch's loss with respect to what trains, accumulated in float32.
+
+    Args:
+        cfg: The model.
+        loss_cfg: Coefficients.
+        stage: The stage.
+        params: The model's arrays.
+        batch: The whole batch; its rows are split into consecutive microbatches.
+        microbatches: How many; divides the rows.
+
+    Returns:
+        (gradients by name, loss sums of the batch, tokens per expert by router-bias name).
+    """
+    weights = losses.weights(batch.segment_ids)
+    run_mtp = cfg.mtp and (stage == "warmup" or loss_cfg.mtp is not None)
+
+    def loss_fn(moving: Arrays, micro: Batch) -> tuple[Array, tuple[LossSums, Arrays]]:
+        model = parameters.assemble(cfg, params._replace(weights=params.weights | moving))
+        output = model(
+            micro.tokens,
+            micro.segment_ids,
+            mode=ATTENTION[stage],
+            run_mtp=run_mtp,
+            indexer_loss=stage in INDEXER_TRAINS,
+        )
+        sums = losses.sums(model, output, micro, heads=stage in MAIN_TRAINS)
+        return combine(sums, weights, loss_cfg, stage), (sums, expert_loads(output))
+
+    grad_fn = jax.grad(loss_fn, has_aux=True)
+    moving = trainable(stage, params.weights)
+    if microbatches == 1:
+        grads, (sums, loads) = grad_fn(moving, batch)
+        return grads, sums, loads
+
+    def split(x: Array) -> Array:
+        parts = x.reshape(microbatches, -1, *x.shape[1:])
+        return sharding.constrain(parts, None, "batch", "sequence")
+
+    def add(total: tuple, micro: Batch) -> tuple[tuple, None]:
+        grads, (sums, loads) = grad_fn(moving, micro)
+        return jax.tree.map(jnp.add, total, (grads, sums, loads)), None
+
+    micros = Batch(*(split(x) for x in batch))
+    shapes = jax.eval_shape(grad_fn, moving, jax.tree.map(lambda x: x[0], micros))
+    grads, (sums, loads) = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return jax.lax.scan(add, (grads, sums, loads), micros)[0]
+
+
+def make_step(
+    cfg: ModelConfig,
+    loss_cfg: LossConfig,
+    optimizer: optax.GradientTransformation,
+    stage: Stage,
+    microbatches: int,
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+    """Build the pure function of one optimizer step.
+
+    Args:
+        cfg: The model.
+        loss_cfg: Coefficients.
+        optimizer: Its transformation.
+        stage: The stage.
+        microbatches: Parts the batch is worked on in.
+
+    Returns:
+        step(state, batch) -> (state, metrics), to be jitted with the state donated.
+    """
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        params = state.parameters
+        grads, sums, loads = gradients(cfg, loss_cfg, stage, params, batch, microbatches)
+        moving = trainable(stage, params.weights)
+        updates, opt_state = optimizer.update(grads, state.opt_state, moving)
+        new_weights = params.weights | optax.apply_updates(moving, updates)
+        bias = params.router_bias
+        if stage in MAIN_TRAINS and loss_cfg.bias_rate is not None:
+            bias = bias | parameters.load_balance_step(
+                {name: bias[name] for name in loads}, loads, loss_cfg.bias_rate
+            )
+        weights = losses.weights(batch.segment_ids)
+        metrics = StepMetrics(
+            loss=combine(sums, weights, loss_cfg, stage),
+            lm=sums.lm / weights.lm,
+            mtp=sums.mtp / weights.mtp,
+            balance=sums.balance / weights.balance,
+            kl=sums.kl / weights.kl,
+            grad_norm=_norm(grads, "main"),
+            indexer_grad_norm=_norm(grads, "indexer"),
+            max_load=_max_load(loads),
+        )
+        return TrainState(Parameters(new_weights, bias), opt_state, state.step + 1), metrics
+
+    return step
+
+
+def _norm(grads: Arrays, group: str) -> Array:
+    return optax.tree.norm(
+        [g for name, g in grads.items() if group_of(name) == group] or [jnp.zeros(())]
+    )
+
+
+def _max_load(loads: Arrays) -> Array:
+    worst = [
+        jnp.max(load / jnp.maximum(jnp.mean(load, -1, keepdims=True), 1.0))
+        for load in loads.values()
+    ]
+    return jnp.max(jnp.stack(worst)) if worst else jnp.ones(())
