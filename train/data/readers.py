@@ -1,0 +1,102 @@
+"""Read the documents of a source, whatever its files' formats."""
+
+import io
+import pathlib
+from collections.abc import Iterator
+from typing import BinaryIO, cast
+
+from train.data import config, documents, files, jsonl, parquet, stdlib, text_files
+
+
+class SourceReader:
+    """Read a source's documents in a fixed order, telling how far it has come.
+
+    Args:
+        source: a source of text; not of token files.
+
+    Raises:
+        FileNotFoundError: the source's path does not exist or matches nothing.
+        ValueError: a file's suffix is unknown.
+    """
+
+    def __init__(self, source: config.Source):
+        """List the source's files; the class docstring has the arguments."""
+        self._source = source
+        self._files = [] if source.path == config.STDLIB else files.list_files(source.path)
+        self.bytes_read = 0  # of the files as stored, compressed or not
+
+    @property
+    def n_bytes(self) -> int | None:
+        """Return the stored size of all files, or None for the built-in corpus."""
+        if self._source.path == config.STDLIB:
+            return None
+        return sum(file.stat().st_size for file in self._files)
+
+    def __iter__(self) -> Iterator[documents.Document]:
+        """Yield each document.
+
+        Yields:
+            the documents, file by file.
+
+        Raises:
+            ValueError: a file can not be read, or holds something else than its format promises.
+        """
+        if self._source.path == config.STDLIB:
+            yield from stdlib.read_stdlib()
+        done = 0
+        for path in self._files:
+            with _open(path) as raw:
+                for document in read_file(raw, path=path, text_field=self._source.text_field):
+                    self.bytes_read = done + raw.tell()
+                    yield document
+            done += path.stat().st_size
+            self.bytes_read = done
+
+
+def read_file(
+    raw: BinaryIO, *, path: pathlib.Path, text_field: str
+) -> Iterator[documents.Document]:
+    """Read the documents of one open file.
+
+    Args:
+        raw: the file as stored, open for reading.
+        path: its path, which tells format and compression and names it in messages.
+        text_field: the field or column of the text, for the formats that have one.
+
+    Yields:
+        the documents in order.
+
+    Raises:
+        ValueError: the file is broken, or holds something else than its format promises.
+    """
+    name = str(path)
+    form = files.file_format(path)
+    try:
+        if form == "jsonl":
+            yield from jsonl.read_jsonl(_decompress(raw, path), name=name, text_field=text_field)
+        elif form == "parquet":
+            yield from parquet.read_parquet(raw, name=name, text_field=text_field)
+        elif form == "text":
+            yield from text_files.read_text(_decompress(raw, path), name=name)
+        else:
+            raise ValueError(f"{path}: not a file of text")
+    except OSError as error:  # what pyarrow raises for broken or truncated data
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+
+
+def _open(path: pathlib.Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _decompress(raw: BinaryIO, path: pathlib.Path) -> BinaryIO:
+    codec = files.COMPRESSIONS.get(path.suffix.lower())
+    if codec is None:
+        return raw
+    import pyarrow as pa  # heavy, and only compressed files need it
+
+    # pyarrow rather than zstandard: its stream reports a truncated file, zstandard's just ends.
+    stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)
+    return cast(BinaryIO, io.BufferedReader(stream))

@@ -1,0 +1,201 @@
+"""Turn sources of text into token files, so that training need not tokenise at each start.
+
+Run as a command: `python -m train.data.tokenize --help`.
+"""
+
+import argparse
+import itertools
+import pathlib
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TextIO
+
+import numpy as np
+from jaxtyping import Int32
+
+from dsv32_jax import tokenizer as tokenizers
+from train.data import config, corpus, documents, readers, token_files
+
+SECONDS_PER_LINE = 2.0  # between two lines of progress
+DEFAULT_SHARD_TOKENS = 250_000_000  # 1 GB of int32 before compression
+
+EXAMPLES = """\
+examples:
+  python -m train.data.tokenize runs/tokens/stdlib
+  python -m train.data.tokenize runs/tokens/web 'data/web/*.jsonl.zst' --tokenizer my-tokenizer/
+  python -m train.data.tokenize runs/tokens/mix notes/ books.parquet --text-field content
+
+Train on the result by naming the folder as a source. A folder is written whole or not at all:
+an interrupted run starts over. exit codes: 0 done, 1 failed, 2 wrong usage
+"""
+
+
+class Progress:
+    """Tell on a stream how far a conversion has come, every few seconds.
+
+    Args:
+        reader_list: the readers of all sources, asked for their bytes.
+        stream: where lines go.
+    """
+
+    def __init__(self, reader_list: Sequence[readers.SourceReader], stream: TextIO):
+        """Start the clock; the class docstring has the arguments."""
+        self._readers = reader_list
+        self._stream = stream
+        sizes = [reader.n_bytes for reader in reader_list]
+        known = [size for size in sizes if size is not None]
+        # One source of unknown size makes any share of the whole a guess.
+        self._n_bytes = sum(known) if len(known) == len(sizes) else None
+        self._start = self._last = time.monotonic()
+        self.n_documents = 0
+        self.n_tokens = 0
+
+    def watch(self, encoded: Iterable[Int32[np.ndarray, "_"]]) -> Iterator[Int32[np.ndarray, "_"]]:
+        """Pass documents on, counting them.
+
+        Args:
+            encoded: the ids of each document.
+
+        Yields:
+            the same documents.
+        """
+        for tokens in encoded:
+            self.n_documents += 1
+            self.n_tokens += tokens.size
+            now = time.monotonic()
+            if now - self._last >= SECONDS_PER_LINE:
+                self._last = now
+                self._stream.write(self.line(now - self._start) + "\n")
+                self._stream.flush()
+            yield tokens
+
+    def line(self, seconds: float) -> str:
+        """Describe the progress.
+
+        Args:
+            seconds: time since the start.
+
+        Returns:
+            counts, the rate, and where the sources' sizes are known the share and time left.
+        """
+        rate = self.n_tokens / max(seconds, 1e-9)
+        text = f"{self.n_documents:,} documents, {self.n_tokens:,} tokens, {rate:,.0f} tokens/s"
+        done = sum(reader.bytes_read for reader in self._readers)
+        if not self._n_bytes or not done:
+            return text
+        left = seconds * max(self._n_bytes - done, 0) / done
+        return f"{text}, {100 * done / self._n_bytes:.1f}%, {left:.0f} s left"
+
+
+def tokenize(
+    sources: Sequence[config.Source],
+    folder: pathlib.Path,
+    *,
+    tokenizer: tokenizers.Tokenizer,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    stream: TextIO = sys.stderr,
+) -> Progress:
+    """Write the documents of sources as token files into a new folder.
+
+    The work happens in `folder` + ".partial", renamed at the end, so that an interrupted run is
+    never taken for a finished one; what such a run left there is deleted first.
+
+    Args:
+        sources: sources of text.
+        folder: where the files go; must not exist.
+        tokenizer: the tokenizer.
+        shard_tokens: start another file after this many tokens, at least 1.
+        stream: where progress goes.
+
+    Returns:
+        the counts of documents and tokens.
+
+    Raises:
+        FileExistsError: `folder` exists.
+        FileNotFoundError: a source does not exist.
+        ValueError: a file is broken, no document has text, or a value breaks its rule.
+    """
+    if shard_tokens < 1:
+        raise ValueError(f"shard_tokens={shard_tokens} must be at least 1")
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists; name a new folder, or delete it first")
+    for source in sources:
+        if corpus.token_paths_of(source):
+            raise ValueError(f"source {source.path!r} holds token files already")
+    reader_list = [readers.SourceReader(source) for source in sources]
+    progress = Progress(reader_list, stream)
+    partial = folder.with_name(folder.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    texts: Iterator[documents.Document] = itertools.chain.from_iterable(reader_list)
+    encoded = progress.watch(corpus.encode_documents(texts, tokenizer))
+    for shard in itertools.count():
+        first = next(encoded, None)
+        if first is None:
+            break
+        path = partial / f"tokens-{shard:05d}.array_record"
+        token_files.write_token_file(path, _shard(first, encoded, shard_tokens))
+    if not progress.n_documents:
+        raise ValueError("nothing to write: no document with text in the sources")
+    partial.rename(folder)
+    return progress
+
+
+def _shard(
+    first: Int32[np.ndarray, "_"], rest: Iterator[Int32[np.ndarray, "_"]], limit: int
+) -> Iterator[Int32[np.ndarray, "_"]]:
+    """Take documents until `limit` tokens are reached, at least the first."""
+    yield first
+    taken = first.size
+    while taken < limit and (tokens := next(rest, None)) is not None:
+        taken += tokens.size
+        yield tokens
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: its arguments; None reads the command line.
+
+    Returns:
+        the exit code: 0 done, 1 failed. Wrong usage exits with 2.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m train.data.tokenize",
+        description=f"{__doc__}".split("\n", maxsplit=1)[0],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=pathlib.Path, help="a new folder for the token files")
+    parser.add_argument(
+        "sources", nargs="*", default=[config.STDLIB], help="files, folders or globs (stdlib)"
+    )
+    parser.add_argument("--tokenizer", default=tokenizers.BYTES, help="name or path (bytes)")
+    parser.add_argument("--text-field", default="text", help="field or column of the text (text)")
+    parser.add_argument(
+        "--shard-tokens",
+        type=int,
+        default=DEFAULT_SHARD_TOKENS,
+        help=f"tokens a file, about ({DEFAULT_SHARD_TOKENS})",
+    )
+    args = parser.parse_args(argv)
+    try:
+        done = tokenize(
+            [config.Source(path=path, text_field=args.text_field) for path in args.sources],
+            args.folder,
+            tokenizer=tokenizers.load_tokenizer(args.tokenizer),
+            shard_tokens=args.shard_tokens,
+        )
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    sys.stdout.write(f"{done.n_documents:,} documents, {done.n_tokens:,} tokens in {args.folder}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
