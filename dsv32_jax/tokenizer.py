@@ -3,7 +3,7 @@
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 BYTES = "bytes"  # the one built-in tokenizer's name
 TOKENIZER_FILE = "tokenizer.json"
@@ -19,6 +19,7 @@ WELL_KNOWN_EOS = (
 )
 
 
+@runtime_checkable  # so that the tests' type checks can look at it
 class Tokenizer(Protocol):
     """What training and generation ask of a tokenizer.
 

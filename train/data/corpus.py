@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import pathlib
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32, Int64, UInt64
@@ -16,6 +16,7 @@ from train.data import config, documents, files, hashing, readers, token_files
 TEXTS_PER_BATCH = 256
 
 
+@runtime_checkable  # so that the tests' type checks can look at it
 class Corpus(Protocol):
     """A source's documents.
 

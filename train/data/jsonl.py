@@ -1,13 +1,15 @@
 """Read JSON lines: one object a line, its text in a named field."""
 
+import io
 import json
 from collections.abc import Iterator
-from typing import BinaryIO
 
 from train.data import documents
 
 
-def read_jsonl(file: BinaryIO, *, name: str, text_field: str) -> Iterator[documents.Document]:
+def read_jsonl(
+    file: io.BufferedIOBase, *, name: str, text_field: str
+) -> Iterator[documents.Document]:
     """Read one document a line; blank lines are passed over.
 
     Args:

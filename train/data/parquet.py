@@ -1,14 +1,17 @@
 """Read Parquet: one document a row, its text in a named column."""
 
-from collections.abc import Iterator
-from typing import BinaryIO
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from train.data import documents
 
 ROWS_PER_READ = 1024  # bounds memory where a row group is large
 
 
-def read_parquet(file: BinaryIO, *, name: str, text_field: str) -> Iterator[documents.Document]:
+def read_parquet(
+    file: io.BufferedIOBase, *, name: str, text_field: str
+) -> Iterator[documents.Document]:
     """Read one document a row.
 
     Args:
@@ -20,27 +23,33 @@ def read_parquet(file: BinaryIO, *, name: str, text_field: str) -> Iterator[docu
         the documents in order, each named `name:row`, rows counted from 1.
 
     Raises:
-        ValueError: the file is no Parquet, lacks the column, or the column holds something else
-            than strings, null included.
+        ValueError: the file is no Parquet or broken, lacks the column, or the column holds
+            something else than strings, null included.
     """
     import pyarrow as pa  # heavy, and only this format needs it
     import pyarrow.parquet as pq
 
     try:
         table = pq.ParquetFile(file)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{name}: not a Parquet file: {error}") from error
-    schema = table.schema_arrow
-    if text_field not in schema.names:
-        columns = ", ".join(map(repr, schema.names)) or "none"
+        kinds = {field.name: field.type for field in table.schema_arrow}
+        _check_column(kinds, name, text_field)
+        row = 0
+        for batch in table.iter_batches(batch_size=ROWS_PER_READ, columns=[text_field]):
+            for text in batch.column(0).to_pylist():
+                row += 1
+                if text is None:
+                    raise ValueError(f"{name}:{row}: column {text_field!r} is null")
+                yield documents.Document(f"{name}:{row}", text)
+    except (pa.ArrowInvalid, OSError) as error:  # of a broken page pyarrow raises either
+        raise ValueError(f"{name}: not a Parquet file, or broken: {error}") from error
+
+
+def _check_column(kinds: Mapping[str, Any], name: str, text_field: str) -> None:
+    import pyarrow as pa
+
+    if text_field not in kinds:
+        columns = ", ".join(map(repr, kinds)) or "none"
         raise ValueError(f"{name}: no column {text_field!r}; its columns: {columns}")
-    kind = schema.field(text_field).type
+    kind = kinds[text_field]
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise ValueError(f"{name}: column {text_field!r} must hold strings, holds {kind}")
-    row = 0
-    for batch in table.iter_batches(batch_size=ROWS_PER_READ, columns=[text_field]):
-        for text in batch.column(0).to_pylist():
-            row += 1
-            if text is None:
-                raise ValueError(f"{name}:{row}: column {text_field!r} is null")
-            yield documents.Document(f"{name}:{row}", text)

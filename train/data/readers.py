@@ -3,7 +3,6 @@
 import io
 import pathlib
 from collections.abc import Iterator
-from typing import BinaryIO, cast
 
 from train.data import config, documents, files, jsonl, parquet, stdlib, text_files
 
@@ -54,7 +53,7 @@ class SourceReader:
 
 
 def read_file(
-    raw: BinaryIO, *, path: pathlib.Path, text_field: str
+    raw: io.BufferedIOBase, *, path: pathlib.Path, text_field: str
 ) -> Iterator[documents.Document]:
     """Read the documents of one open file.
 
@@ -84,14 +83,14 @@ def read_file(
         raise ValueError(f"{path}: cannot be read: {error}") from error
 
 
-def _open(path: pathlib.Path) -> BinaryIO:
+def _open(path: pathlib.Path) -> io.BufferedIOBase:
     try:
         return path.open("rb")
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _decompress(raw: BinaryIO, path: pathlib.Path) -> BinaryIO:
+def _decompress(raw: io.BufferedIOBase, path: pathlib.Path) -> io.BufferedIOBase:
     codec = files.COMPRESSIONS.get(path.suffix.lower())
     if codec is None:
         return raw
@@ -99,4 +98,4 @@ def _decompress(raw: BinaryIO, path: pathlib.Path) -> BinaryIO:
 
     # pyarrow rather than zstandard: its stream reports a truncated file, zstandard's just ends.
     stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)
-    return cast(BinaryIO, io.BufferedReader(stream))
+    return io.BufferedReader(stream)

@@ -1,12 +1,12 @@
 """Read a text file as one document."""
 
+import io
 from collections.abc import Iterator
-from typing import BinaryIO
 
 from train.data import documents
 
 
-def read_text(file: BinaryIO, *, name: str) -> Iterator[documents.Document]:
+def read_text(file: io.BufferedIOBase, *, name: str) -> Iterator[documents.Document]:
     """Read a whole file as one document, its line ends untouched.
 
     Args:

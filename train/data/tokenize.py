@@ -9,8 +9,7 @@ import pathlib
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TextIO
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int32
@@ -33,17 +32,17 @@ an interrupted run starts over. exit codes: 0 done, 1 failed, 2 wrong usage
 
 
 class Progress:
-    """Tell on a stream how far a conversion has come, every few seconds.
+    """Tell how far a conversion has come, every few seconds.
 
     Args:
         reader_list: the readers of all sources, asked for their bytes.
-        stream: where lines go.
+        report: takes each line of progress.
     """
 
-    def __init__(self, reader_list: Sequence[readers.SourceReader], stream: TextIO):
+    def __init__(self, reader_list: Sequence[readers.SourceReader], report: Callable[[str], None]):
         """Start the clock; the class docstring has the arguments."""
         self._readers = reader_list
-        self._stream = stream
+        self._report = report
         sizes = [reader.n_bytes for reader in reader_list]
         known = [size for size in sizes if size is not None]
         # One source of unknown size makes any share of the whole a guess.
@@ -67,8 +66,7 @@ class Progress:
             now = time.monotonic()
             if now - self._last >= SECONDS_PER_LINE:
                 self._last = now
-                self._stream.write(self.line(now - self._start) + "\n")
-                self._stream.flush()
+                self._report(self.line(now - self._start))
             yield tokens
 
     def line(self, seconds: float) -> str:
@@ -94,8 +92,8 @@ def tokenize(
     folder: pathlib.Path,
     *,
     tokenizer: tokenizers.Tokenizer,
+    report: Callable[[str], None],
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
-    stream: TextIO = sys.stderr,
 ) -> Progress:
     """Write the documents of sources as token files into a new folder.
 
@@ -106,8 +104,8 @@ def tokenize(
         sources: sources of text.
         folder: where the files go; must not exist.
         tokenizer: the tokenizer.
+        report: takes each line of progress.
         shard_tokens: start another file after this many tokens, at least 1.
-        stream: where progress goes.
 
     Returns:
         the counts of documents and tokens.
@@ -125,7 +123,7 @@ def tokenize(
         if corpus.token_paths_of(source):
             raise ValueError(f"source {source.path!r} holds token files already")
     reader_list = [readers.SourceReader(source) for source in sources]
-    progress = Progress(reader_list, stream)
+    progress = Progress(reader_list, report)
     partial = folder.with_name(folder.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
@@ -153,6 +151,11 @@ def _shard(
     while taken < limit and (tokens := next(rest, None)) is not None:
         taken += tokens.size
         yield tokens
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -188,10 +191,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             [config.Source(path=path, text_field=args.text_field) for path in args.sources],
             args.folder,
             tokenizer=tokenizers.load_tokenizer(args.tokenizer),
+            report=_to_stderr,
             shard_tokens=args.shard_tokens,
         )
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        _to_stderr(f"error: {error}")
         return 1
     sys.stdout.write(f"{done.n_documents:,} documents, {done.n_tokens:,} tokens in {args.folder}\n")
     return 0
