@@ -1,0 +1,20 @@
+"""Errors that a command shows as one line, and the exit status each stands for."""
+
+
+class UserError(Exception):
+    """An error whose message is all that the person at the terminal needs.
+
+    `train.command.run_command` prints the message and leaves with `exit_status`.
+    """
+
+    exit_status = 1
+
+
+class UsageError(UserError):
+    """The command line or the config is wrong; nothing was started."""
+
+    exit_status = 2
+
+
+class WorkFailedError(UserError):
+    """The work itself failed, or a check on its result did not hold."""
