@@ -1,0 +1,53 @@
+import math
+
+import pytest
+
+from train import divergence
+
+CFG = divergence.LossGuardConfig(window=3, factor=2.0, patience=2)
+
+
+def guard_after(losses):
+    guard = divergence.LossGuard(CFG)
+    for step, loss in enumerate(losses):
+        guard.check(step, loss)
+    return guard
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_divergence_at_once(loss):
+    with pytest.raises(divergence.DivergedError, match=f"the loss is {loss} at step 7"):
+        guard_after([]).check(7, loss)
+
+
+def test_a_lasting_spike_is_divergence():
+    guard = guard_after([1.0, 1.0, 1.0, 5.0])
+
+    with pytest.raises(divergence.DivergedError, match=r"5 at step 9, .* 2 checks .* median 1$"):
+        guard.check(9, 5.0)
+
+
+def test_spikes_with_a_normal_loss_between_them_are_forgiven():
+    guard_after([1.0, 1.0, 1.0, 5.0, 1.0, 5.0, 1.0])
+
+
+def test_a_loss_of_just_the_factor_is_no_spike():
+    guard_after([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])
+
+
+def test_the_median_moves_with_normal_losses():
+    guard_after([1.0, 1.0, 1.0, 1.9, 1.9, 3.5, 3.5, 3.5])
+
+
+def test_nothing_is_a_spike_before_the_window_is_full():
+    guard_after([1.0, 9.0, 9.0])
+
+
+def test_a_negative_loss_has_no_spikes():
+    guard_after([-1.0, -1.0, -1.0, 5.0, 5.0])
+
+
+@pytest.mark.parametrize(("field", "value"), [("window", 0), ("factor", 1.0), ("patience", 0)])
+def test_a_config_that_makes_no_sense_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field}={value} must be"):
+        divergence.LossGuardConfig(**{field: value})
