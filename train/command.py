@@ -252,12 +252,16 @@ def _logging_to_stderr() -> Iterator[None]:
     # Orbax logs each failure with its traceback before it raises; we report what it raises.
     levels["absl"] = logging.CRITICAL
     before = {name: logging.getLogger(name).level for name in levels}
-    logging.getLogger().addHandler(handler)
+    root = logging.getLogger()
+    # Importing Orbax makes absl call logging.basicConfig, which would show each line twice.
+    basic = [other for other in root.handlers if type(other) is logging.StreamHandler]
+    root.handlers = [*(other for other in root.handlers if other not in basic), handler]
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
     try:
         yield
     finally:
-        logging.getLogger().removeHandler(handler)
+        root.removeHandler(handler)
+        root.handlers += basic
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)

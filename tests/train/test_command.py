@@ -235,6 +235,19 @@ def test_this_projects_log_lines_are_shown_and_orbaxs_tracebacks_are_not(shell):
     assert err.count("\n") == 1
 
 
+def test_a_line_is_shown_once_although_a_library_has_set_up_logging(shell, monkeypatch):
+    theirs = logging.StreamHandler(sys.stderr)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [theirs])
+
+    def main(cfg, workdir):
+        logging.getLogger("train.loop").info("once")
+
+    _, _, err = shell("--config", "mine.py", main=main)
+
+    assert err.count("once") == 1
+    assert logging.getLogger().handlers == [theirs]
+
+
 def test_other_processes_show_warnings_only(shell, monkeypatch):
     monkeypatch.setattr(command, "process_index", lambda: 1)
 
