@@ -218,7 +218,7 @@ def test_without_any_whole_step_there_is_an_error_and_no_fresh_start(tmp_path, o
 
 def test_a_half_written_step_is_not_seen_and_is_cleared_by_the_next_save(tmp_path, opened):
     save_steps(opened(tmp_path), [1, 2])
-    half = tmp_path / "3.orbax-checkpoint-tmp"
+    half = tmp_path / "7.orbax-checkpoint-tmp"
     shutil.copytree(tmp_path / "2", half)
 
     saves = opened(tmp_path)

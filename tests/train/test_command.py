@@ -1,5 +1,7 @@
 import errno
 import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -124,6 +126,29 @@ def test_wrong_usage_is_one_line_and_status_2(shell, argv, message):
     assert (status, out) == (2, "")
     assert err.startswith("error: ")
     assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.fixture
+def read_only_folder(tmp_path):
+    """Make a folder that not even root can write in."""
+    folder = tmp_path / "sealed"
+    folder.mkdir(mode=0o500)
+    if os.geteuid() != 0:
+        yield folder
+        return
+    mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this root may not mount")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_folder_that_can_not_be_written_is_one_line_and_status_2(shell, read_only_folder):
+    status, _, err = shell("--config", "mine.py", "--workdir", str(read_only_folder))
+
+    assert status == 2
+    assert err.startswith(f"error: workdir {read_only_folder} can not be written: ")
     assert err.count("\n") == 1
 
 

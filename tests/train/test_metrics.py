@@ -71,9 +71,10 @@ def test_a_new_run_in_the_folder_starts_with_no_lines(tmp_path, run):
     assert rows(tmp_path) == []
 
 
-def test_the_progress_line_goes_to_the_stream(stream, run):
-    with run() as numbers:
+def test_the_first_and_the_last_step_are_always_shown(stream, run):
+    with run(metrics.MetricsConfig(console_seconds=1e9, tensorboard=False)) as numbers:
         numbers.log(1, {"loss": 2.0})
+        numbers.log(2, {"loss": 1.5})
         numbers.log(5, {"loss": 1.0})
 
     first, last = stream.getvalue().splitlines()

@@ -65,13 +65,20 @@ def test_a_second_interrupt_is_a_keyboard_interrupt():
 
 
 def test_the_handlers_from_before_are_put_back():
-    before = [signal.getsignal(number) for number in signals.STOP_SIGNALS]
+    def earlier(number, frame):
+        raise AssertionError("not reached")
 
-    with signals.StopOnSignal() as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.reason == "SIGTERM"
+    before = {number: signal.signal(number, earlier) for number in signals.STOP_SIGNALS}
+    try:
+        with signals.StopOnSignal() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.reason == "SIGTERM"
+        after = [signal.getsignal(number) for number in signals.STOP_SIGNALS]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-    assert [signal.getsignal(number) for number in signals.STOP_SIGNALS] == before
+    assert after == [earlier, earlier]
 
 
 def test_nothing_is_requested_before_a_signal():
