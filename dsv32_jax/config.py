@@ -344,8 +344,8 @@ def gpu_100m() -> ModelConfig:
     )
 
 
-def cpu_2m() -> ModelConfig:
-    """Return a byte-level model of about 2M parameters, for minutes on two CPU cores."""
+def cpu_1m() -> ModelConfig:
+    """Return a byte-level model of about 1.5M parameters, for minutes on two CPU cores."""
     return ModelConfig(
         vocab_size=264,
         dim=128,
@@ -356,16 +356,15 @@ def cpu_2m() -> ModelConfig:
             n_heads=4, q_lora_rank=64, kv_lora_rank=64, nope_dim=32, rope_dim=16, v_dim=32
         ),
         indexer=IndexerConfig(n_heads=4, head_dim=32, topk=16),
-        moe=MoEConfig(n_experts=8, n_active=2, n_groups=4, n_active_groups=2, expert_dim=128),
+        moe=MoEConfig(n_experts=8, n_active=2, n_groups=4, n_active_groups=2, expert_dim=64),
         rope=YarnConfig(factor=4.0, original_len=128),
         init_std=0.02,
-        scan_unroll=4,
     )
 
 
 def tiny() -> ModelConfig:
     """Return the smallest model with every part, for tests and quick looks."""
-    base = cpu_2m()
+    base = cpu_1m()
     return replace(
         base,
         vocab_size=97,
@@ -377,7 +376,6 @@ def tiny() -> ModelConfig:
         moe=replace(base.moe, expert_dim=24),
         rope=YarnConfig(factor=4.0, original_len=16),
         init_std=0.1,
-        scan_unroll=1,
     )
 
 
@@ -386,6 +384,6 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "v32_16b": v32_16b,
     "v32_1b": v32_1b,
     "gpu_100m": gpu_100m,
-    "cpu_2m": cpu_2m,
+    "cpu_1m": cpu_1m,
     "tiny": tiny,
 }

@@ -230,6 +230,20 @@ class Checkpoints:
         step = self._newest_good_step()
         return None if step is None else self._restore(step, abstract_state, partial)
 
+    def newest_meta(self) -> tuple[int, dict[str, Any]] | None:
+        """Read the notes of the newest checkpoint that is whole, without its arrays.
+
+        Returns:
+          (step, meta), or None where none was ever finished.
+
+        Raises:
+          CheckpointError: there are checkpoints and none is whole.
+        """
+        step = self._newest_good_step()
+        if step is None:
+            return None
+        return step, ocp.JsonCheckpointHandler().restore(self._path(step) / "meta")
+
     def restore_step(self, step: int, abstract_state: Any, *, partial: bool = False) -> Restored:
         """Restore one particular step.
 

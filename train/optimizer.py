@@ -1,8 +1,10 @@
 """AdamW with DeepSeek-V3's settings: one group for the main model, one for the indexers, each clipped by itself."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from dsv32_jax.config import Dtype, require
@@ -40,8 +42,18 @@ class Schedule:
         steps = [step for step, _ in self.tail]
         require(steps == sorted(set(steps)), f"tail={self.tail} must have ascending steps")
 
-    def build(self) -> optax.Schedule:
-        """Return the function of the step (0-based); the first step of a warm-up of n has rate peak / n."""
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step.
+
+        Args:
+            step: 0 for the first; a warm-up of n steps starts at peak / n.
+
+        Returns:
+            The rate.
+        """
+        return float(self._build()(step))
+
+    def _build(self) -> optax.Schedule:
         pieces: list[optax.Schedule] = []
         ends: list[int] = []
         if self.warmup_steps:
@@ -57,6 +69,18 @@ class Schedule:
             ends.append(step)
             pieces.append(optax.constant_schedule(rate))
         return optax.join_schedules(pieces, ends)
+
+
+class Rates(NamedTuple):
+    """Learning rates of one step, float32.
+
+    Attributes:
+        main: Of the main model.
+        indexer: Of the indexers.
+    """
+
+    main: Any
+    indexer: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,32 +132,39 @@ def decays(name: str) -> bool:
 
 
 def make_optimizer(cfg: OptimizerConfig) -> optax.GradientTransformation:
-    """Build the transformation for a flat dict of gradients; it holds state for what it is given only.
+    """Build the transformation of a flat dict of gradients; it holds state for what it is given only.
+
+    The learning rates are left out: `apply_updates` takes them each step, so that one compiled step serves
+    every schedule.
 
     Args:
         cfg: Settings.
 
     Returns:
-        An optax transformation whose updates are added to the parameters.
+        An optax transformation whose updates `apply_updates` subtracts.
     """
 
-    def group(schedule: Schedule, weight_decay: float) -> optax.GradientTransformation:
+    def group(weight_decay: float) -> optax.GradientTransformation:
         return optax.chain(
             optax.clip_by_global_norm(cfg.clip_norm),
             optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps, mu_dtype=jnp.dtype(cfg.mu_dtype)),
             optax.add_decayed_weights(
                 weight_decay, mask=lambda tree: {name: decays(name) for name in tree}
             ),
-            optax.scale_by_learning_rate(schedule.build()),
         )
 
-    groups = {
-        "main": group(cfg.main, cfg.weight_decay),
-        "indexer": group(cfg.indexer, cfg.indexer_weight_decay),
+    groups = {"main": group(cfg.weight_decay), "indexer": group(cfg.indexer_weight_decay)}
+    return optax.partition(groups, lambda tree: {name: group_of(name) for name in tree})
+
+
+def apply_updates(weights: Arrays, updates: Arrays, rates: Rates) -> Arrays:
+    """Return `w - rate * update`, with the rate of each weight's group."""
+    return {
+        name: weight - getattr(rates, group_of(name)) * updates[name]
+        for name, weight in weights.items()
     }
-    return optax.partition(groups, label_parameters)
 
 
-def label_parameters(tree: Arrays) -> dict[str, str]:
-    """Return each parameter's group by name."""
-    return {name: group_of(name) for name in tree}
+def rates_at(cfg: OptimizerConfig, step: int) -> Rates:
+    """Return the learning rates of a step, counted from 0."""
+    return Rates(np.float32(cfg.main.rate(step)), np.float32(cfg.indexer.rate(step)))

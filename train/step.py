@@ -1,5 +1,6 @@
 """One optimizer step: microbatches, gradients of what trains, router bias, update."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from dsv32_jax.model import ModelOutput
 from dsv32_jax.parameters import Arrays, Parameters
 from train import losses
 from train.losses import Batch, LossSums, LossWeights
-from train.optimizer import group_of
+from train.optimizer import OptimizerConfig, Rates, apply_updates, group_of, make_optimizer
 from train.stage import ATTENTION, INDEXER_TRAINS, MAIN_TRAINS, Stage
 from train.state import TrainState, trainable
 
@@ -159,32 +160,34 @@ def gradients(
     return jax.lax.scan(add, (grads, sums, loads), micros)[0]
 
 
+@functools.cache
 def make_step(
     cfg: ModelConfig,
     loss_cfg: LossConfig,
-    optimizer: optax.GradientTransformation,
+    optimizer_cfg: OptimizerConfig,
     stage: Stage,
     microbatches: int,
-) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
-    """Build the pure function of one optimizer step.
+) -> Callable[[TrainState, Batch, Rates], tuple[TrainState, StepMetrics]]:
+    """Build the jitted function of one optimizer step; the state is donated.
 
     Args:
         cfg: The model.
         loss_cfg: Coefficients.
-        optimizer: Its transformation.
+        optimizer_cfg: Its settings; the schedules in it are not read, the rates are an argument of the step.
         stage: The stage.
         microbatches: Parts the batch is worked on in.
 
     Returns:
-        step(state, batch) -> (state, metrics), to be jitted with the state donated.
+        step(state, batch, rates) -> (state, metrics). Equal arguments return the same function, compiled once.
     """
+    optimizer = make_optimizer(optimizer_cfg)
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def step(state: TrainState, batch: Batch, rates: Rates) -> tuple[TrainState, StepMetrics]:
         params = state.parameters
         grads, sums, loads = gradients(cfg, loss_cfg, stage, params, batch, microbatches)
         moving = trainable(stage, params.weights)
         updates, opt_state = optimizer.update(grads, state.opt_state, moving)
-        new_weights = params.weights | optax.apply_updates(moving, updates)
+        new_weights = params.weights | apply_updates(moving, updates, rates)
         bias = params.router_bias
         if stage in MAIN_TRAINS and loss_cfg.bias_rate is not None:
             bias = bias | parameters.load_balance_step(
@@ -203,7 +206,7 @@ def make_step(
         )
         return TrainState(Parameters(new_weights, bias), opt_state, state.step + 1), metrics
 
-    return step
+    return jax.jit(step, donate_argnums=0)
 
 
 def _norm(grads: Arrays, group: str) -> Array:

@@ -1,0 +1,27 @@
+"""Indexer warm-up on the default dense base, which is made first in the same workdir.
+
+Command: python -m train.pretrain --config warmup.py
+Hardware: two CPU cores.
+"""
+
+from dataclasses import replace
+
+from configs import dense
+from train.optimizer import OptimizerConfig, Schedule
+from train.run_config import RunConfig, StageConfig
+
+STEPS = 100
+
+
+def get_config() -> RunConfig:
+    """Return the run."""
+    return replace(
+        dense.get_config(),
+        warmup=StageConfig(
+            steps=STEPS,
+            optimizer=OptimizerConfig(
+                main=Schedule(peak=3e-3),
+                indexer=Schedule(peak=5e-3, warmup_steps=10, decay_steps=STEPS - 10, final=5e-4),
+            ),
+        ),
+    )

@@ -1,0 +1,84 @@
+"""Where a run begins: a new model, or the parameters that another run ended with."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from dsv32_jax import parameters
+from dsv32_jax.parameters import Parameters
+from train.checkpoint import Checkpoints
+from train.run_config import RunConfig
+from train.stage import Stage
+
+logger = logging.getLogger(__name__)
+
+
+class Start(NamedTuple):
+    """The beginning of a run.
+
+    Attributes:
+        done: The stage the parameters have been through; None for a new model.
+        load: Returns the parameters.
+    """
+
+    done: Stage | None
+    load: Callable[[], Parameters]
+
+
+def find_start(cfg: RunConfig, mesh: Mesh) -> Start:
+    """Return where the run begins; nothing is drawn or read yet but the other run's notes.
+
+    Args:
+        cfg: The run.
+        mesh: Where the parameters go.
+
+    Returns:
+        The start.
+
+    Raises:
+        FileNotFoundError: If `init_from` has no checkpoint.
+        CheckpointError: If none of its checkpoints can be trusted.
+        ValueError: When loading, if its model is another one.
+    """
+    if cfg.init_from is None:
+        return Start(None, lambda: parameters.initialise(cfg.model, cfg.seed, mesh))
+    folder = Path(cfg.init_from)
+    newest = Checkpoints(folder / "checkpoints", cfg.checkpoint).newest_meta()
+    if newest is None:
+        raise FileNotFoundError(f"init_from={folder} holds no finished checkpoint in checkpoints/")
+    done = newest[1]["stage"].removesuffix("_control")
+    return Start(done, lambda: restore_parameters(cfg, folder, mesh))
+
+
+def restore_parameters(cfg: RunConfig, folder: Path, mesh: Mesh) -> Parameters:
+    """Read the parameters of a folder's newest whole checkpoint, without its moments.
+
+    Args:
+        cfg: The run.
+        folder: The folder that holds `checkpoints/`.
+        mesh: Where the parameters go.
+
+    Returns:
+        The parameters.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint.
+        CheckpointError: If none can be trusted.
+        ValueError: If the checkpoint is of another model.
+    """
+    wanted = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        parameters.abstract(cfg.model),
+        parameters.shardings(cfg.model, mesh),
+    )
+    checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
+    found = checkpoints.restore_latest({"parameters": wanted}, partial=True)
+    checkpoints.close()
+    if found is None:
+        raise FileNotFoundError(f"{folder} holds no finished checkpoint in checkpoints/")
+    logger.info("starting from %s, step %d", folder, found.step)
+    return found.state["parameters"]
