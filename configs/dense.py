@@ -24,7 +24,6 @@ def get_config() -> RunConfig:
             steps=STEPS,
             optimizer=OptimizerConfig(
                 main=Schedule(peak=3e-3, warmup_steps=50, decay_steps=STEPS - 50, final=3e-4),
-                indexer=Schedule(peak=5e-3),
             ),
             loss=LossConfig(),
         ),

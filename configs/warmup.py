@@ -20,7 +20,6 @@ def get_config() -> RunConfig:
         warmup=StageConfig(
             steps=STEPS,
             optimizer=OptimizerConfig(
-                main=Schedule(peak=3e-3),
                 indexer=Schedule(peak=5e-3, warmup_steps=10, decay_steps=STEPS - 10, final=5e-4),
             ),
         ),

@@ -170,7 +170,12 @@ def initialise(cfg: ModelConfig, seed: int, mesh: jax.sharding.Mesh) -> Paramete
     def draw(key: jax.Array) -> Parameters:
         return flatten(DeepSeekV32(cfg, rngs=nnx.Rngs(key)))
 
-    return jax.jit(draw, out_shardings=shardings(cfg, mesh))(jax.random.key(seed))
+    # Each draw compiles for a third of a second on a CPU and runs once, so there the compiler need not try hard.
+    options = (
+        {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else None
+    )
+    run = jax.jit(draw, out_shardings=shardings(cfg, mesh), compiler_options=options)
+    return run(jax.random.key(seed))
 
 
 def load_balance_step(router_bias: Arrays, loads: Arrays, rate: float) -> Arrays:

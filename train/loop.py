@@ -149,7 +149,7 @@ class _Trainer:
         self._cfg, self._leg, self._mesh = cfg, leg, mesh
         self._checkpoints, self._batches = checkpoints, batches
         self._before, self._began = meta.get("seconds", 0.0), time.monotonic()
-        self._optimizer = make_optimizer(leg.config.optimizer)
+        self._optimizer = make_optimizer(leg.config.optimizer.adam)
         self._layout = states.shardings(cfg.model, self._optimizer, leg.stage, mesh)
         self._guard = LossGuard(cfg.guard)
         self._speeds: list[float] = []
@@ -182,7 +182,7 @@ class _Trainer:
         leg, step = self._leg, int(state.step)
         steps, optimizer = leg.config.steps, leg.config.optimizer
         step_fn = make_step(
-            self._cfg.model, leg.config.loss, optimizer, leg.stage, leg.config.microbatches
+            self._cfg.model, leg.config.loss, optimizer.adam, leg.stage, leg.config.microbatches
         )
         log = RunMetrics(leg.folder, self._cfg.metrics, self._work(), start_step=step)
         with log, StopOnSignal() as stop:

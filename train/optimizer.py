@@ -84,12 +84,10 @@ class Rates(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW.
+class AdamConfig:
+    """AdamW but for its learning rates.
 
     Attributes:
-        main: Learning rate of everything but the indexers.
-        indexer: Learning rate of the indexers, the MTP layer's included.
         b1: Decay of the first moment.
         b2: Decay of the second moment.
         eps: Added to the root of the second moment.
@@ -100,8 +98,6 @@ class OptimizerConfig:
         mu_dtype: Dtype of the first moment.
     """
 
-    main: Schedule
-    indexer: Schedule
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -120,6 +116,21 @@ class OptimizerConfig:
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
 
 
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Learning rates, and AdamW.
+
+    Attributes:
+        main: Learning rate of everything but the indexers; None in a stage that does not train it.
+        indexer: Learning rate of the indexers, the MTP layer's included; None in a stage that does not train them.
+        adam: The rest.
+    """
+
+    main: Schedule | None = None
+    indexer: Schedule | None = None
+    adam: AdamConfig = AdamConfig()
+
+
 def group_of(name: str) -> str:
     """Return "indexer" or "main"."""
     return "indexer" if is_indexer(name) else "main"
@@ -131,7 +142,7 @@ def decays(name: str) -> bool:
     return last_two[-1] != "bias" and not last_two[0].endswith("norm")
 
 
-def make_optimizer(cfg: OptimizerConfig) -> optax.GradientTransformation:
+def make_optimizer(cfg: AdamConfig) -> optax.GradientTransformation:
     """Build the transformation of a flat dict of gradients; it holds state for what it is given only.
 
     The learning rates are left out: `apply_updates` takes them each step, so that one compiled step serves
@@ -166,5 +177,6 @@ def apply_updates(weights: Arrays, updates: Arrays, rates: Rates) -> Arrays:
 
 
 def rates_at(cfg: OptimizerConfig, step: int) -> Rates:
-    """Return the learning rates of a step, counted from 0."""
-    return Rates(np.float32(cfg.main.rate(step)), np.float32(cfg.indexer.rate(step)))
+    """Return the learning rates of a step, counted from 0; 0 for a group that does not train."""
+    rates = (0.0 if group is None else group.rate(step) for group in (cfg.main, cfg.indexer))
+    return Rates(*(np.float32(rate) for rate in rates))

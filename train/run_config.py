@@ -12,7 +12,7 @@ from train.data.config import DataConfig
 from train.divergence import LossGuardConfig
 from train.metrics import MetricsConfig
 from train.optimizer import OptimizerConfig
-from train.stage import Stage
+from train.stage import INDEXER_TRAINS, MAIN_TRAINS, Stage
 from train.step import LossConfig
 
 
@@ -118,6 +118,13 @@ class RunConfig:
 
     def _check_stage(self, stage: Stage) -> None:
         cfg, data = self.stage_config(stage), self.stage_data(stage)
+        for group, stages in (("main", MAIN_TRAINS), ("indexer", INDEXER_TRAINS)):
+            given = getattr(cfg.optimizer, group) is not None
+            require(
+                given == (stage in stages),
+                f"{stage}.optimizer.{group} must {'not ' if given else ''}be given: "
+                f"the {stage} stage {'does not train' if given else 'trains'} it",
+            )
         require(
             data.batch_size % cfg.microbatches == 0,
             f"{stage}.microbatches={cfg.microbatches} must divide the batch of {data.batch_size} rows",

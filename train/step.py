@@ -16,7 +16,7 @@ from dsv32_jax.model import ModelOutput
 from dsv32_jax.parameters import Arrays, Parameters
 from train import losses
 from train.losses import Batch, LossSums, LossWeights
-from train.optimizer import OptimizerConfig, Rates, apply_updates, group_of, make_optimizer
+from train.optimizer import AdamConfig, Rates, apply_updates, group_of, make_optimizer
 from train.stage import ATTENTION, INDEXER_TRAINS, MAIN_TRAINS, Stage
 from train.state import TrainState, trainable
 
@@ -164,7 +164,7 @@ def gradients(
 def make_step(
     cfg: ModelConfig,
     loss_cfg: LossConfig,
-    optimizer_cfg: OptimizerConfig,
+    adam: AdamConfig,
     stage: Stage,
     microbatches: int,
 ) -> Callable[[TrainState, Batch, Rates], tuple[TrainState, StepMetrics]]:
@@ -173,14 +173,14 @@ def make_step(
     Args:
         cfg: The model.
         loss_cfg: Coefficients.
-        optimizer_cfg: Its settings; the schedules in it are not read, the rates are an argument of the step.
+        adam: The optimizer; its learning rates are an argument of the step.
         stage: The stage.
         microbatches: Parts the batch is worked on in.
 
     Returns:
         step(state, batch, rates) -> (state, metrics). Equal arguments return the same function, compiled once.
     """
-    optimizer = make_optimizer(optimizer_cfg)
+    optimizer = make_optimizer(adam)
 
     def step(state: TrainState, batch: Batch, rates: Rates) -> tuple[TrainState, StepMetrics]:
         params = state.parameters

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-UNROLLED_HEADS = 8  # few heads compile to straight code, many to a loop
+UNROLLED_HEADS = 4  # few heads compile to straight code, many to a loop
 
 
 def key_mask(start_T: Int[Array, " T"], end_T: Int[Array, " T"], n_keys: int) -> Array:

@@ -8,7 +8,8 @@ from dsv32_jax import tokenizer as tokenizers
 
 Split = Literal["train", "heldout"]
 
-STDLIB = "stdlib"  # the built-in corpus's name
+STDLIB = "stdlib"  # the default corpus's name
+BUILT_IN = (STDLIB, "site-packages")
 MAX_SEED = 2**32 - 1  # grain's index shuffle takes 32-bit seeds
 
 
@@ -18,7 +19,8 @@ class Source:
 
     Attributes:
         path: a file, a folder (searched recursively for known suffixes), a glob (`**` included),
-            or "stdlib", the standard library of the running Python. Write "./stdlib" for a
+            or "stdlib", the standard library of the running Python, or "site-packages", the
+            packages installed beside it. Write "./stdlib" for a
             folder of that name.
         weight: this source's share of the rows, relative to the other sources' weights. With one
             source it has no effect.

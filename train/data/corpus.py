@@ -145,7 +145,7 @@ def token_paths_of(source: config.Source) -> list[pathlib.Path]:
         FileNotFoundError: there is no such source.
         ValueError: the source mixes token files with text.
     """
-    if source.path == config.STDLIB:
+    if source.path in config.BUILT_IN:
         return []
     paths = files.list_files(source.path)
     tokens = [path for path in paths if files.file_format(path) == "tokens"]

@@ -21,13 +21,13 @@ class SourceReader:
     def __init__(self, source: config.Source):
         """List the source's files; the class docstring has the arguments."""
         self._source = source
-        self._files = [] if source.path == config.STDLIB else files.list_files(source.path)
+        self._files = [] if source.path in config.BUILT_IN else files.list_files(source.path)
         self.bytes_read = 0  # of the files as stored, compressed or not
 
     @property
     def n_bytes(self) -> int | None:
-        """Return the stored size of all files, or None for the built-in corpus."""
-        if self._source.path == config.STDLIB:
+        """Return the stored size of all files, or None for a built-in corpus."""
+        if self._source.path in config.BUILT_IN:
             return None
         return sum(file.stat().st_size for file in self._files)
 
@@ -42,6 +42,8 @@ class SourceReader:
         """
         if self._source.path == config.STDLIB:
             yield from stdlib.read_stdlib()
+        elif self._source.path in config.BUILT_IN:
+            yield from stdlib.read_site_packages()
         done = 0
         for path in self._files:
             with _open(path) as raw:

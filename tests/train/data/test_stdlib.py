@@ -39,3 +39,21 @@ def test_a_module_that_is_not_utf8_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ValueError, match=r"bad\.py: not valid UTF-8 at byte 2"):
         list(stdlib.read_stdlib())
+
+
+def test_installed_packages_are_read_without_tests_tables_and_odd_encodings(monkeypatch, tmp_path):
+    (tmp_path / "good" / "tests").mkdir(parents=True)
+    (tmp_path / "good" / "a.py").write_text("a = 1")
+    (tmp_path / "good" / "tests" / "b.py").write_text("b = 1")
+    (tmp_path / "good" / "latin.py").write_bytes(b"# \xff")
+    (tmp_path / "good" / "table.py").write_bytes(b"#" * (stdlib.MAX_MODULE_BYTES + 1))
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(tmp_path)})
+    assert [(d.name, d.text) for d in stdlib.read_site_packages()] == [
+        ("site-packages/good/a.py", "a = 1")
+    ]
+
+
+def test_a_python_without_packages_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(tmp_path)})
+    with pytest.raises(FileNotFoundError, match="no package is installed there"):
+        list(stdlib.read_site_packages())
