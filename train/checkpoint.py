@@ -24,7 +24,8 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_utils
 
-from train import checkpoint_tree, errors, manifest, retention
+from dsv32_jax import checkpoint_tree, errors, manifest
+from train import retention
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from train import errors
+from dsv32_jax import errors
 
 
 class DivergedError(errors.WorkFailedError):

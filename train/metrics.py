@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import tensorboardX
 
-from train import json_files, plots, progress
+from dsv32_jax import json_files
+from train import plots, progress
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"

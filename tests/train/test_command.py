@@ -1,15 +1,12 @@
-import errno
 import logging
 import os
 import subprocess
-import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from train import checkpoint, command, errors, overrides
+from dsv32_jax import command_line, errors
+from train import command
 
 CONFIG = """
 from dataclasses import dataclass
@@ -152,154 +149,32 @@ def test_a_folder_that_can_not_be_written_is_one_line_and_status_2(shell, read_o
     assert err.count("\n") == 1
 
 
-def our_value_error(cfg, workdir):
-    overrides.apply_overrides(cfg, ["nothing"])
+def test_an_error_of_the_work_is_status_1_with_what_the_folder_keeps_of_it(shell):
+    failed = shell("--config", "mine.py", main=raising(FileNotFoundError("no tokens")))
+    crashed = shell("--config", "mine.py", main=raising(KeyError("x")))
 
-
-def our_value_error_inside_jit(cfg, workdir):
-    def traced(x):
-        checkpoint.CheckpointConfig(every_steps=0)
-        return x
-
-    jax.jit(traced)(jnp.ones(1))
-
-
-def missing_file(cfg, workdir):
-    (workdir / "tokens.bin").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("main", "status", "line"),
-    [
-        (our_value_error, 1, "override 'nothing' must be written key=value"),
-        (our_value_error_inside_jit, 1, "every_steps=0 must be at least 1"),
-        (missing_file, 1, "runs/mine/tokens.bin: No such file or directory"),
-        (raising(FileNotFoundError("no checkpoint 7")), 1, "no checkpoint 7"),
-        (raising(PermissionError(errno.EACCES, "Permission denied", "/x")), 1, "/x: Permission"),
-        (raising(OSError(errno.ENOSPC, "No space left on device")), 1, "the disk is full"),
-        (raising(OSError(errno.ENOSPC, "No space", "/x")), 1, "the disk is full (/x)"),
-        (raising(errors.WorkFailedError("the loss is nan\nat 3")), 1, "the loss is nan at 3"),
-        (raising(errors.UsageError("init_from=x is no run")), 2, "init_from=x is no run"),
-        (
-            raising(checkpoint.CheckpointError("no checkpoint is whole")),
-            1,
-            "no checkpoint is whole",
-        ),
-    ],
-)
-def test_an_error_meant_for_people_is_one_line_without_a_traceback(shell, main, status, line):
-    got, out, err = shell("--config", "mine.py", main=main)
-
-    assert got == status
-    assert out == ""
-    assert err.startswith(f"error: {line}")
-    assert err.count("\n") == 1
-    assert not Path("runs/mine/crash.txt").exists()
-
-
-def library_value_error(cfg, workdir):
-    jnp.ones(2).reshape(3)
-
-
-@pytest.mark.parametrize(
-    ("main", "kind"),
-    [
-        (library_value_error, "TypeError"),
-        (lambda cfg, workdir: jnp.split(jnp.ones(3), 2), "ValueError"),
-        (raising(KeyError("x")), "KeyError"),
-        (raising(AssertionError("odd\nvery")), "AssertionError: odd;"),
-    ],
-)
-def test_a_mistake_of_ours_leaves_its_traceback_in_a_file(shell, main, kind):
-    status, out, err = shell("--config", "mine.py", main=main)
-
-    assert (status, out) == (1, "")
-    assert err.startswith(f"error: unexpected {kind}")
-    assert err.endswith("; the traceback is in runs/mine/crash.txt\n")
-    assert err.count("\n") == 1
+    assert failed == (1, "", "error: no tokens\n")
+    assert crashed[0] == 1
+    assert crashed[2].endswith("KeyError: 'x'; the traceback is in runs/mine/crash.txt\n")
     assert "Traceback (most recent call last)" in Path("runs/mine/crash.txt").read_text()
 
 
-def test_a_crash_that_can_not_be_written_down_says_how_to_see_it(shell):
-    def main(cfg, workdir):
-        (workdir / "crash.txt").mkdir()
-        raise KeyError("x")
+def test_the_work_may_still_find_the_usage_wrong(shell):
+    error = errors.UsageError("init_from=x is no run")
 
-    _, _, err = shell("--config", "mine.py", main=main)
-
-    assert "crash.txt could not be written (Is a directory), set DSV32_TRACEBACK=1" in err
+    assert shell("--config", "mine.py", main=raising(error))[0] == 2
 
 
-def test_tracebacks_can_be_asked_for(shell, monkeypatch):
-    monkeypatch.setenv("DSV32_TRACEBACK", "1")
+def test_only_one_process_says_where_the_results_are(shell, monkeypatch):
+    monkeypatch.setattr(command_line, "process_index", lambda: 1)
 
-    status, _, err = shell("--config", "mine.py", main=our_value_error)
-
-    assert status == 1
-    assert "Traceback (most recent call last)" in err
-    assert err.endswith("error: override 'nothing' must be written key=value\n")
+    assert shell("--config", "mine.py") == (0, "", "")
 
 
-def test_an_interrupt_is_one_line_and_status_130(shell):
-    assert shell("--config", "mine.py", main=raising(KeyboardInterrupt())) == (
-        130,
-        "",
-        "interrupted\n",
-    )
-
-
-def test_this_projects_log_lines_are_shown_and_orbaxs_tracebacks_are_not(shell):
+def test_log_lines_of_the_work_are_shown(shell):
     def main(cfg, workdir):
         logging.getLogger("train.loop").info("backend %s", "pallas")
-        logging.getLogger("absl").error("Traceback")
-        logging.getLogger("jax").info("noise")
 
     _, _, err = shell("--config", "mine.py", main=main)
 
     assert err.endswith(" INFO backend pallas\n")
-    assert err.count("\n") == 1
-
-
-def test_a_line_is_shown_once_although_a_library_has_set_up_logging(shell, monkeypatch):
-    theirs = logging.StreamHandler(sys.stderr)
-    monkeypatch.setattr(logging.getLogger(), "handlers", [theirs])
-
-    def main(cfg, workdir):
-        logging.getLogger("train.loop").info("once")
-
-    _, _, err = shell("--config", "mine.py", main=main)
-
-    assert err.count("once") == 1
-    assert logging.getLogger().handlers == [theirs]
-
-
-def test_other_processes_show_warnings_only(shell, monkeypatch):
-    monkeypatch.setattr(command, "process_index", lambda: 1)
-
-    def main(cfg, workdir):
-        logging.getLogger("train.loop").info("progress")
-        logging.getLogger("train.loop").warning("trouble")
-
-    _, out, err = shell("--config", "mine.py", main=main)
-
-    assert out == ""
-    assert "trouble" in err
-    assert "progress" not in err
-
-
-def test_logging_is_as_it_was_afterwards(shell):
-    handlers = list(logging.getLogger().handlers)
-    level = logging.getLogger("absl").level
-
-    shell("--config", "mine.py")
-
-    assert logging.getLogger().handlers == handlers
-    assert logging.getLogger("absl").level == level
-
-
-def test_on_a_terminal_a_line_wipes_the_progress_line_before_it(shell, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-
-    _, _, err = shell("--config", "mine.py", main=our_value_error)
-
-    assert err.startswith("\r\x1b[Kerror: ")

@@ -9,7 +9,8 @@ import pytest
 from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
 
-from train import json_files, metrics, progress
+from dsv32_jax import json_files
+from train import metrics, progress
 
 WORK = progress.Work(total_steps=5, tokens_per_step=100)
 CFG = metrics.MetricsConfig(console_seconds=0.0, tensorboard=False)

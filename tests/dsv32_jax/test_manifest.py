@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from train import manifest
+from dsv32_jax import manifest
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from train import json_files
+from dsv32_jax import json_files
 
 
 def test_non_finite_numbers_are_written_as_null(tmp_path):

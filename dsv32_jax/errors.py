@@ -4,7 +4,7 @@
 class UserError(Exception):
     """An error whose message is all that the person at the terminal needs.
 
-    `train.command.run_command` prints the message and leaves with `exit_status`.
+    `command_line.Boundary` prints the message and leaves with `exit_status`.
     """
 
     exit_status = 1

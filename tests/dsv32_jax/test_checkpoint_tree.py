@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from train import checkpoint_tree
+from dsv32_jax import checkpoint_tree
 
 
 class State(NamedTuple):

@@ -7,7 +7,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-from train import json_files
+from dsv32_jax import json_files
 
 MANIFEST = "manifest.json"
 # Orbax writes these two after it has asked for the manifest; neither is needed to restore.
