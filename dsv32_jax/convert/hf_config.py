@@ -7,6 +7,7 @@ from typing import Any
 from dsv32_jax.config import IndexerConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 
 REQUIRED_VALUES = {
+    "model_type": "deepseek_v32",
     "attention_bias": False,
     "mlp_bias": False,
     "tie_word_embeddings": False,
@@ -15,6 +16,7 @@ REQUIRED_VALUES = {
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
 }
+REQUIRED_ROPE_VALUES = {"attention_factor": None, "truncate": True, "partial_rotary_factor": 1.0}
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -35,8 +37,10 @@ def read_config(folder: Path) -> ModelConfig:
         raise FileNotFoundError(f"{folder} has no config.json")
     try:
         raw = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # covers broken JSON and broken UTF-8
         raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold an object")
     try:
         return parse_config(raw)
     except KeyError as error:
@@ -59,50 +63,67 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     for key, value in REQUIRED_VALUES.items():
         if raw.get(key, value) != value:
             raise ValueError(f"config.json {key}={raw[key]!r} is not supported, only {value!r}")
-    n_layers = raw["num_hidden_layers"]
-    head_dim = raw["index_head_dim"]
+    n_layers = _whole(raw, "num_hidden_layers")
+    head_dim = _whole(raw, "index_head_dim")
     return ModelConfig(
-        vocab_size=raw["vocab_size"],
-        dim=raw["hidden_size"],
+        vocab_size=_whole(raw, "vocab_size"),
+        dim=_whole(raw, "hidden_size"),
         n_layers=n_layers,
         n_dense_layers=_dense_layers(raw, n_layers),
-        ffn_dim=raw["intermediate_size"],
+        ffn_dim=_whole(raw, "intermediate_size"),
         mla=MLAConfig(
-            n_heads=raw["num_attention_heads"],
-            q_lora_rank=raw["q_lora_rank"],
-            kv_lora_rank=raw["kv_lora_rank"],
-            nope_dim=raw["qk_nope_head_dim"],
-            rope_dim=raw["qk_rope_head_dim"],
-            v_dim=raw["v_head_dim"],
+            n_heads=_whole(raw, "num_attention_heads"),
+            q_lora_rank=_whole(raw, "q_lora_rank"),
+            kv_lora_rank=_whole(raw, "kv_lora_rank"),
+            nope_dim=_whole(raw, "qk_nope_head_dim"),
+            rope_dim=_whole(raw, "qk_rope_head_dim"),
+            v_dim=_whole(raw, "v_head_dim"),
         ),
         indexer=IndexerConfig(
-            n_heads=raw["index_n_heads"],
+            n_heads=_whole(raw, "index_n_heads"),
             head_dim=head_dim,
-            topk=raw["index_topk"],
+            topk=_whole(raw, "index_topk"),
             hadamard=head_dim & (head_dim - 1) == 0,
         ),
         moe=MoEConfig(
-            n_experts=raw["n_routed_experts"],
-            n_active=raw["num_experts_per_tok"],
-            n_groups=raw["n_group"],
-            n_active_groups=raw["topk_group"],
-            expert_dim=raw["moe_intermediate_size"],
-            n_shared=raw["n_shared_experts"],
-            route_scale=raw["routed_scaling_factor"],
+            n_experts=_whole(raw, "n_routed_experts"),
+            n_active=_whole(raw, "num_experts_per_tok"),
+            n_groups=_whole(raw, "n_group"),
+            n_active_groups=_whole(raw, "topk_group"),
+            expert_dim=_whole(raw, "moe_intermediate_size"),
+            n_shared=_whole(raw, "n_shared_experts"),
+            route_scale=_number(raw, "routed_scaling_factor"),
             normalize_gates=raw.get("norm_topk_prob", True),
         ),
         rope=parse_rope(raw),
-        mtp=raw.get("num_nextn_predict_layers", 0) > 0,
-        norm_eps=raw["rms_norm_eps"],
-        init_std=raw.get("initializer_range", 0.02),
+        mtp=_number(raw, "num_nextn_predict_layers", 0.0) > 0,
+        norm_eps=_number(raw, "rms_norm_eps"),
+        init_std=_number(raw, "initializer_range", 0.02),
     )
+
+
+def _whole(raw: dict[str, Any], key: str) -> int:
+    value = raw[key]
+    if type(value) is not int:
+        raise ValueError(f"config.json {key}={value!r} must be a whole number")
+    return value
+
+
+def _number(raw: dict[str, Any], key: str, default: float | None = None) -> float:
+    """Return a number; with a default, a key that is missing or null stands for it."""
+    value = raw[key] if default is None else raw.get(key)
+    if value is None and default is not None:
+        return default
+    if type(value) not in (int, float):
+        raise ValueError(f"config.json {key}={value!r} must be a number")
+    return float(value)
 
 
 def _dense_layers(raw: dict[str, Any], n_layers: int) -> int:
     """Count the leading plain layers; `mlp_layer_types`, where given, must say the same."""
     kinds = raw.get("mlp_layer_types")
     if kinds is None:
-        return min(raw["first_k_dense_replace"], n_layers)
+        return min(_whole(raw, "first_k_dense_replace"), n_layers)
     n_dense = kinds.count("dense")
     if list(kinds) != ["dense"] * n_dense + ["sparse"] * (n_layers - n_dense):
         raise ValueError(
@@ -125,7 +146,9 @@ def parse_rope(raw: dict[str, Any]) -> YarnConfig:
         ValueError: If the scaling is of another kind.
     """
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = scaling.get("rope_theta", raw.get("rope_theta", 10000.0))
+    if not isinstance(scaling, dict):
+        raise ValueError(f"config.json rope scaling {scaling!r} must be an object")
+    theta = _number(scaling if "rope_theta" in scaling else raw, "rope_theta", 10000.0)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return YarnConfig(theta=theta, factor=1.0)
@@ -133,23 +156,18 @@ def parse_rope(raw: dict[str, Any]) -> YarnConfig:
         raise ValueError(
             f"config.json rope type {kind!r} is not supported, only 'yarn' and 'default'"
         )
-    for key, value in {
-        "attention_factor": None,
-        "truncate": True,
-        "partial_rotary_factor": 1.0,
-    }.items():
+    for key, value in REQUIRED_ROPE_VALUES.items():
         if scaling.get(key, value) != value:
             raise ValueError(
                 f"config.json rope {key}={scaling[key]!r} is not supported, only {value!r}"
             )
-    original = scaling["original_max_position_embeddings"]
-    factor = scaling["factor"]
     return YarnConfig(
         theta=theta,
-        factor=raw["max_position_embeddings"] / original if factor is None else factor,
-        original_len=original,
-        beta_fast=scaling.get("beta_fast") or 32.0,
-        beta_slow=scaling.get("beta_slow") or 1.0,
-        mscale=scaling.get("mscale") or 0.0,
-        mscale_all_dim=scaling.get("mscale_all_dim") or 0.0,
+        factor=_number(scaling, "factor"),
+        original_len=_whole(scaling, "original_max_position_embeddings"),
+        # A zero stands for the default too, as in transformers.
+        beta_fast=_number(scaling, "beta_fast", 0.0) or 32.0,
+        beta_slow=_number(scaling, "beta_slow", 0.0) or 1.0,
+        mscale=_number(scaling, "mscale", 0.0),
+        mscale_all_dim=_number(scaling, "mscale_all_dim", 0.0),
     )

@@ -83,8 +83,7 @@ def _locate(folder: Path) -> dict[str, Path]:
     """Map every tensor name to its file, by the index or from the single file."""
     index = folder / INDEX_FILE
     if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        located = {name: folder / file for name, file in weight_map.items()}
+        located = {name: folder / file for name, file in _read_index(index).items()}
         missing = sorted({path.name for path in located.values() if not path.is_file()})
         if missing:
             raise FileNotFoundError(
@@ -96,6 +95,18 @@ def _locate(folder: Path) -> dict[str, Path]:
         raise FileNotFoundError(f"{folder} has neither {INDEX_FILE} nor model.safetensors")
     with _open(single) as file:
         return dict.fromkeys(file.keys(), single)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the file of every tensor."""
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        whole = all(isinstance(file, str) for file in weight_map.values())
+    except (AttributeError, KeyError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} must hold a weight_map of names to files")
+    return weight_map
 
 
 def _check_names(folder: Path, table: dict[str, Place], names: set[str], cfg: ModelConfig) -> None:

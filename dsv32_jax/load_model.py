@@ -1,0 +1,123 @@
+"""Load a model from a folder: the official layout, or a training run and its checkpoints."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_utils
+
+from dsv32_jax import checkpoint_tree, errors, manifest, parameters
+from dsv32_jax.config import Dtype, ModelConfig
+from dsv32_jax.config_json import config_from_json
+from dsv32_jax.convert.hf_config import read_config
+from dsv32_jax.convert.load import load_official
+from dsv32_jax.model import DeepSeekV32
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "config.json"
+CHECKPOINTS = "checkpoints"
+STATE = "state"
+KINDS = "a folder in the official layout, a training run, its checkpoints, or one step of them"
+
+
+def load_model(path: Path, dtype: Dtype = "float32") -> DeepSeekV32:
+    """Load a model for running it.
+
+    Args:
+        path: A folder in the official layout (config.json with model_type and safetensors); or a run's folder
+            (config.json with the run's config, checkpoints/), its checkpoints folder, or one step in there. Of several
+            steps the newest whole one is taken; damaged ones are passed over with a warning.
+        dtype: Dtype of activations and matrix products, in place of the config's.
+
+    Returns:
+        The model, float32 parameters on the first device.
+
+    Raises:
+        FileNotFoundError: If there is no such folder or no checkpoint in it.
+        WorkFailedError: If there are checkpoints and none is whole.
+        ValueError: If the folder is of neither kind, its config cannot be read, or the arrays do not fit it.
+    """
+    path = path.absolute()
+    if not path.exists():
+        raise FileNotFoundError(f"no folder {path}")
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file; needed is {KINDS}")
+    if _is_step(path) and path.parent.name == CHECKPOINTS:
+        return _load_step(_whole(path), path.parent.parent, dtype)
+    if path.name == CHECKPOINTS:
+        return _load_step(_newest_whole(path), path.parent, dtype)
+    if not (path / CONFIG).is_file():
+        raise ValueError(f"{path} has no {CONFIG}; needed is {KINDS}")
+    if "model_type" in _read_json(path / CONFIG):
+        return load_official(path, replace(read_config(path), dtype=dtype))
+    if (path / CHECKPOINTS).is_dir():
+        return _load_step(_newest_whole(path / CHECKPOINTS), path, dtype)
+    raise ValueError(
+        f"{path} has no model_type in its {CONFIG}, as the official layout, and no {CHECKPOINTS} "
+        "folder, as a training run that has saved"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold an object")
+    return raw
+
+
+def _is_step(path: Path) -> bool:
+    return path.name.isdecimal() and path.is_dir()
+
+
+def _newest_whole(checkpoints: Path) -> Path:
+    """Return the newest step that agrees with its manifest."""
+    steps = [path for path in checkpoints.glob("*") if _is_step(path)]
+    if not steps:
+        raise FileNotFoundError(f"{checkpoints} holds no checkpoint")
+    reasons = []
+    for path in sorted(steps, key=lambda path: int(path.name), reverse=True):
+        damage = manifest.find_damage(path, checksums=True)
+        if damage is None:
+            return path
+        reasons.append(f"{path.name}: {damage}")
+        logger.warning("passing over checkpoint %s: %s", path, damage)
+    raise errors.WorkFailedError(f"no checkpoint in {checkpoints} is whole ({'; '.join(reasons)})")
+
+
+def _whole(step: Path) -> Path:
+    damage = manifest.find_damage(step, checksums=True)
+    if damage is not None:
+        raise errors.WorkFailedError(f"checkpoint {step} is damaged: {damage}")
+    return step
+
+
+def _load_step(step: Path, run: Path, dtype: Dtype) -> DeepSeekV32:
+    """Restore the parameters, and nothing else of the training state."""
+    raw = _read_json(run / CONFIG)
+    if "model" not in raw:
+        raise ValueError(f"{run / CONFIG} has no model, so {run} is no training run")
+    cfg = replace(config_from_json(ModelConfig, raw["model"]), dtype=dtype)
+    like = {"parameters": parameters.abstract(cfg)}
+    wanted = checkpoint_tree.abstract_of(checkpoint_tree.to_nested_dict(like))
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        saved = checkpointer.metadata(step / STATE).item_metadata
+        mismatch = checkpoint_tree.find_mismatch(saved.tree, wanted, partial=True)
+        if mismatch:
+            raise ValueError(f"checkpoint {step} does not fit the run's {CONFIG}: {mismatch}")
+        restored = checkpointer.restore(
+            step / STATE,
+            args=ocp.args.PyTreeRestore(
+                item=wanted,
+                restore_args=checkpoint_utils.construct_restore_args(wanted),
+                partial_restore=True,
+            ),
+        )
+    logger.info("loaded checkpoint %s", step)
+    return parameters.assemble(cfg, checkpoint_tree.from_nested_dict(restored, like)["parameters"])

@@ -1,0 +1,211 @@
+import dataclasses
+import json
+
+import pytest
+
+from dsv32_jax import config
+from dsv32_jax.config import YarnConfig
+from dsv32_jax.convert.hf_config import parse_config, parse_rope, read_config
+
+YARN = {
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+# The released config.json, DeepSeek-V3.2.
+RELEASED = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v32",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"type": "yarn", **YARN},
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+def test_the_released_config_is_the_released_model():
+    want = dataclasses.replace(
+        config.v32_671b(), init_std=0.02, dtype="float32", remat="none"
+    )  # the file's initializer_range is not what the report trained with
+
+    assert parse_config(RELEASED) == want
+
+
+def test_each_size_comes_from_its_own_key():
+    sizes = {key: value for key, value in RELEASED.items() if type(value) is int}
+    ignored = {
+        "bos_token_id", "eos_token_id", "ep_size", "max_position_embeddings", "moe_layer_freq",
+        "num_key_value_heads", "rope_theta",
+    }  # fmt: skip
+    base = parse_config(RELEASED)
+    seen = set()
+    for key in sizes.keys() - ignored - {"num_nextn_predict_layers"}:
+        changed = parse_config(RELEASED | {key: sizes[key] * (1 if key == "n_group" else 2) // 1}
+                               | ({"n_group": 4} if key == "n_group" else {}))  # fmt: skip
+        assert changed != base, key
+        seen.add(repr(changed))
+    assert len(seen) == len(sizes) - len(ignored) - 1
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"rope_theta": 500, "rope_scaling": {"type": "yarn", **YARN}},
+        {"rope_theta": 500, "rope_scaling": {"rope_type": "yarn", **YARN}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500, **YARN}},
+        {"rope_parameters": {"rope_type": "yarn", **YARN}, "rope_theta": 500},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, **YARN, "truncate": True}},
+    ],
+)
+def test_old_and_new_forms_of_the_rotation_are_the_same(form):
+    assert parse_rope(form) == YarnConfig(
+        theta=500.0, factor=40.0, original_len=4096, beta_fast=32.0, beta_slow=1.0,
+        mscale=1.0, mscale_all_dim=1.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"rope_theta": 500},
+        {"rope_theta": 500, "rope_scaling": None},
+        {"rope_theta": 500, "rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ],
+)
+def test_no_scaling_is_plain_rotation(form):
+    rope = parse_rope(form)
+
+    assert (rope.theta, rope.factor, rope.amplitude, rope.softmax_factor) == (500.0, 1.0, 1.0, 1.0)
+
+
+def test_mscales_that_are_not_given_are_told_from_those_that_are_one():
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+    rope = parse_rope({"rope_scaling": scaling | {"beta_fast": None}})
+
+    assert (rope.theta, rope.beta_fast, rope.beta_slow) == (10000.0, 32.0, 1.0)
+    assert (rope.mscale, rope.mscale_all_dim) == (0.0, 0.0)
+    assert rope.softmax_factor == 1.0
+    assert rope.amplitude == pytest.approx(1.1386294361)  # 0.1 ln 4 + 1
+
+
+@pytest.mark.parametrize("key", ["factor", "original_max_position_embeddings"])
+def test_yarn_needs_its_sizes(key):
+    scaling = {name: value for name, value in YARN.items() if name != key}
+
+    with pytest.raises(KeyError, match=key):
+        parse_rope({"rope_scaling": {"type": "yarn", **scaling}})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "deepseek_v3"}, "model_type='deepseek_v3' is not supported, only 'deepsee"),
+        ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ({"topk_method": "greedy"}, "topk_method='greedy' is not supported, only 'noaux_tc'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported, only 1"),
+        ({"rope_scaling": {"type": "linear"}}, "rope type 'linear' is not supported"),
+        ({"rope_scaling": "yarn"}, "rope scaling 'yarn' must be an object"),
+        ({"rope_scaling": {"type": "yarn", **YARN, "truncate": False}}, "rope truncate=False is"),
+        ({"rope_scaling": {"type": "yarn", **YARN, "attention_factor": 2}}, "attention_factor=2"),
+        ({"rope_scaling": {"type": "yarn", **YARN, "factor": "40"}}, "factor='40' must be a num"),
+        ({"q_lora_rank": None}, "q_lora_rank=None must be a whole number"),
+        ({"hidden_size": "7168"}, "hidden_size='7168' must be a whole number"),
+        ({"n_routed_experts": 256.0}, "n_routed_experts=256.0 must be a whole number"),
+        ({"routed_scaling_factor": None}, "routed_scaling_factor=None must be a number"),
+        ({"rms_norm_eps": True}, "rms_norm_eps=True must be a number"),
+        ({"n_group": 7}, "n_groups=7 must divide n_experts=256"),
+        ({"mlp_layer_types": ["sparse", "dense"]}, "must be dense layers, then sparse ones"),
+    ],
+)
+def test_what_this_model_does_not_have_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        parse_config(RELEASED | change)
+
+
+def test_layer_kinds_may_be_listed_instead_of_counted():
+    kinds = ["dense"] * 5 + ["sparse"] * 56
+    raw = {key: value for key, value in RELEASED.items() if key != "first_k_dense_replace"}
+
+    assert parse_config(raw | {"mlp_layer_types": kinds}).n_dense_layers == 5
+
+
+def test_more_dense_layers_than_layers_are_all_of_them():
+    raw = RELEASED | {"num_hidden_layers": 2}
+
+    assert parse_config(raw).n_dense_layers == 2
+
+
+def test_hadamard_is_left_out_where_the_dim_is_no_power_of_two():
+    assert parse_config(RELEASED).indexer.hadamard
+    assert not parse_config(RELEASED | {"index_head_dim": 96}).indexer.hadamard
+
+
+@pytest.mark.parametrize(("count", "mtp"), [(0, False), (1, True), (None, False)])
+def test_the_mtp_layer_is_there_if_it_is_declared(count, mtp):
+    assert parse_config(RELEASED | {"num_nextn_predict_layers": count}).mtp == mtp
+
+
+def test_a_file_is_read_or_named(tmp_path):
+    path = tmp_path / "config.json"
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        read_config(tmp_path)
+
+    path.write_text(json.dumps(RELEASED))
+    assert read_config(tmp_path) == parse_config(RELEASED)
+
+    for key in ("hidden_size", "index_topk", "first_k_dense_replace"):
+        path.write_text(json.dumps({k: v for k, v in RELEASED.items() if k != key}))
+        with pytest.raises(ValueError, match=rf"config\.json lacks the key '{key}'"):
+            read_config(tmp_path)
+
+    for text, message in [("{", "is not JSON"), ("[]", "must hold an object")]:
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_config(tmp_path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="is not JSON"):
+        read_config(tmp_path)
