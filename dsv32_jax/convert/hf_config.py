@@ -111,9 +111,9 @@ def _whole(raw: dict[str, Any], key: str) -> int:
 
 def _number(raw: dict[str, Any], key: str, default: float | None = None) -> float:
     """Return a number; with a default, a key that is missing or null stands for it."""
-    value = raw[key] if default is None else raw.get(key)
-    if value is None and default is not None:
+    if default is not None and raw.get(key) is None:
         return default
+    value: Any = raw[key]
     if type(value) not in (int, float):
         raise ValueError(f"config.json {key}={value!r} must be a number")
     return float(value)

@@ -49,7 +49,7 @@ def load_official(folder: Path, cfg: ModelConfig | None = None) -> DeepSeekV32:
     copies = []
     for path, name, tensor in _read(by_file):
         place = table[name]
-        target = arrays[place.path][place.index]
+        target = arrays[place.path][place.indices]
         value = tensor if place.path == "embed" else tensor.T
         want = _official_shape(place, target)
         if list(tensor.shape) != want:
@@ -59,7 +59,7 @@ def load_official(folder: Path, cfg: ModelConfig | None = None) -> DeepSeekV32:
         if place.copy:
             copies.append((name, place, value))
         else:
-            arrays[place.path][place.index] = value.reshape(target.shape)
+            arrays[place.path][place.indices] = value.reshape(target.shape)
     for name, place, value in copies:
         if not np.array_equal(arrays[place.path], value):
             raise ValueError(

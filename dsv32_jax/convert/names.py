@@ -48,12 +48,12 @@ class Place(NamedTuple):
 
     Attributes:
         path: Dotted path of the parameter.
-        index: Leading indices into it: layer, expert; () for the whole parameter.
+        indices: Leading indices into it: layer, expert; () for the whole parameter.
         copy: The tensor repeats a parameter that another one fills (the MTP layer's embedding and head).
     """
 
     path: str
-    index: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
     copy: bool = False
 
 

@@ -152,7 +152,7 @@ def draw_parameters(cfg: ModelConfig, seed: int = 0) -> parameters.Parameters:
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), jnp.float32), shapes)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def draw() -> Callable:
     return draw_parameters
 

@@ -32,11 +32,11 @@ def test_every_entry_of_every_parameter_is_filled_once(cfg):
     assert len(set(own)) == len(own)
     assert {place.path for place in own} == shapes.keys()
     for path, count in Counter(place.path for place in own).items():
-        depth = len(next(place.index for place in own if place.path == path))
+        depth = len(next(place.indices for place in own if place.path == path))
         assert count == math.prod(shapes[path].shape[:depth]), path
         for place in own:
             if place.path == path:
-                assert all(i < n for i, n in zip(place.index, shapes[path].shape, strict=False))
+                assert all(i < n for i, n in zip(place.indices, shapes[path].shape, strict=False))
 
 
 @pytest.mark.parametrize(
