@@ -92,6 +92,7 @@ def test_a_model_agrees_with_itself(check, arrays):
         "layer 0",
         "layer 1, normed",
     ]
+    assert max(float(text) for text in re.findall(r"max ([^ ,]+),", out)) < 1e-5
     assert lines[-1] == "agrees: 0.00% of the positions are above 1e-05; 0.2% may be"
     assert "row 2 of 2" in err
 
@@ -233,13 +234,13 @@ def test_the_reference_must_be_of_this_models_size(arrays, change, message):
 
 def test_errors_are_the_largest_of_each_position_and_kl_is_of_the_reference_against_us():
     theirs = np.log([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]]) + 7.0
-    ours = np.log([[0.25, 0.25, 0.5], [0.2, 0.3, 0.5]]) + 7.0
+    ours = np.log([[0.125, 0.125, 0.75], [0.2, 0.3, 0.5]]) + 7.0
 
     rows = check_logits.row_errors(ours, theirs)
 
-    np.testing.assert_allclose(rows.logit, [np.log(2), 0], atol=1e-12)
-    # 0.5 ln(0.5/0.25) + 0.25 ln(0.25/0.25) + 0.25 ln(0.25/0.5)
-    np.testing.assert_allclose(rows.kl, [0.25 * np.log(2), 0], atol=1e-12)
+    np.testing.assert_allclose(rows.logit, [np.log(4), 0], atol=1e-12)
+    divergence = 0.5 * np.log(0.5 / 0.125) + 0.25 * np.log(0.25 / 0.125) + 0.25 * np.log(1 / 3)
+    np.testing.assert_allclose(rows.kl, [divergence, 0], atol=1e-12)
     assert rows.hidden is None
 
 
