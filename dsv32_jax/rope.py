@@ -25,9 +25,9 @@ def inverse_frequencies(cfg: YarnConfig, rope_dim: int) -> np.ndarray:
 
     Source: DeepSeek-V3.2 inference/model.py `precompute_freqs_cis`; YaRN, arXiv 2309.00071, section 3.2.
     """
-    freq = np.float32(1.0) / np.float32(cfg.theta) ** (
-        np.arange(0, rope_dim, 2, dtype=np.float32) / np.float32(rope_dim)
-    )
+    # NumPy's float32 power is an ulp off where torch's is not, and an angle is position times frequency.
+    periods = np.float64(cfg.theta) ** (np.arange(0, rope_dim, 2) / rope_dim)
+    freq = np.float32(1.0) / periods.astype(np.float32)
     if cfg.factor <= 1:
         return freq
 
