@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from dsv32_jax import flops, sharding
+from dsv32_jax.errors import WorkFailedError
 from dsv32_jax.parameters import Parameters
 from train import losses, progress
 from train import state as states
@@ -20,7 +21,6 @@ from train.data import loader
 from train.data.config import DataConfig
 from train.data.corpus import Corpus
 from train.divergence import DivergedError, LossGuard
-from train.errors import WorkFailedError
 from train.losses import Batch
 from train.metrics import RunMetrics
 from train.optimizer import make_optimizer, rates_at
@@ -118,14 +118,6 @@ def _open_data(cfg: RunConfig, leg: Leg, corpora: Sequence[Corpus]) -> loader.Lo
     )
 
 
-def _with_layout(shapes: TrainState, layout: TrainState) -> TrainState:
-    return jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        shapes,
-        layout,
-    )
-
-
 def _check_resumable(leg: Leg, step: int, meta: dict[str, Any]) -> None:
     """Refuse a checkpoint of another stage, or one beyond the steps asked for."""
     if meta["stage"] != leg.name:
@@ -171,7 +163,7 @@ class _Trainer:
     def restore(self) -> TrainState:
         """Go on from the newest checkpoint."""
         shapes = states.abstract(self._cfg.model, self._optimizer, self._leg.stage)
-        found = self._checkpoints.restore_latest(_with_layout(shapes, self._layout))
+        found = self._checkpoints.restore_latest(states.on_devices(shapes, self._layout))
         assert found is not None, "the checkpoint vanished since it was checked"
         self._batches.restore(found.data_state)
         logger.info("%s: resumed at step %d", self._leg.name, found.step)

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dsv32_jax import sharding
+from dsv32_jax import json_files, sharding
+from dsv32_jax.errors import UsageError
 from dsv32_jax.parameters import Parameters
-from train import command, evidence, json_files, overrides, report
+from train import command, evidence, overrides, report
 from train.data import loader
 from train.data.corpus import Corpus, open_corpora
-from train.errors import UsageError
 from train.loop import Leg, LegResult, run_leg
 from train.recall import RecallSums
 from train.run_config import EvidenceConfig, RunConfig

@@ -7,7 +7,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from train import json_files
+from dsv32_jax import json_files
 from train.evidence import GAPS, LOSSES
 from train.metrics import METRICS_FILE
 from train.recall import CHOICES

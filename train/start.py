@@ -5,11 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 from jax.sharding import Mesh
 
 from dsv32_jax import parameters
 from dsv32_jax.parameters import Parameters
+from train import state as states
 from train.checkpoint import Checkpoints
 from train.run_config import RunConfig
 from train.stage import Stage
@@ -70,10 +70,8 @@ def restore_parameters(cfg: RunConfig, folder: Path, mesh: Mesh) -> Parameters:
         CheckpointError: If none can be trusted.
         ValueError: If the checkpoint is of another model.
     """
-    wanted = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        parameters.abstract(cfg.model),
-        parameters.shardings(cfg.model, mesh),
+    wanted = states.on_devices(
+        parameters.abstract(cfg.model), parameters.shardings(cfg.model, mesh)
     )
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
     found = checkpoints.restore_latest({"parameters": wanted}, partial=True)

@@ -109,3 +109,20 @@ def shardings(
     return TrainState(
         params, jax.tree_util.tree_map_with_path(beside_weight, opt_state), everywhere
     )
+
+
+def on_devices(shapes: Any, layout: Any) -> Any:
+    """Join shapes with where they live, as a restored checkpoint needs them.
+
+    Args:
+        shapes: Tree of jax.ShapeDtypeStruct.
+        layout: The same tree of shardings.
+
+    Returns:
+        Tree of jax.ShapeDtypeStruct with shardings.
+    """
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        shapes,
+        layout,
+    )
