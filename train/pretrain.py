@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dsv32_jax import json_files, sharding
+from dsv32_jax import command_line, json_files, sharding
 from dsv32_jax.errors import UsageError
 from dsv32_jax.parameters import Parameters
 from train import command, evidence, overrides, report
@@ -74,7 +74,7 @@ def main(cfg: RunConfig, workdir: Path) -> int:
     figures |= {f"tokens_per_s/{name}": result.tokens_per_s for name, result in results.items()}
     earlier = sum(result.seconds_before for result in results.values())
     figures["wall_s"] = earlier + time.monotonic() - began
-    if command.process_index() == 0:
+    if command_line.process_index() == 0:
         json_files.write_json(workdir / SUMMARY_FILE, figures)
         if cfg.evidence is not None:
             drawn = legs + (control_legs(cfg, workdir) if cfg.evidence.controls else [])
@@ -98,7 +98,7 @@ def _is_finished(cfg: RunConfig, workdir: Path) -> bool:
             )
         if before == now and (workdir / SUMMARY_FILE).is_file():
             return True
-    if command.process_index() == 0:
+    if command_line.process_index() == 0:
         (workdir / SUMMARY_FILE).unlink(missing_ok=True)
         json_files.write_json(path, now)
     return False
@@ -227,7 +227,7 @@ def _write_report(
 def _show_report(workdir: Path) -> None:
     """Print the report, where there is one."""
     path = workdir / REPORT_FILE
-    if path.is_file() and command.process_index() == 0:
+    if path.is_file() and command_line.process_index() == 0:
         sys.stdout.write("\n" + path.read_text() + "\n")
 
 
