@@ -148,14 +148,26 @@ def _check_key(cfg: Any, key: str, paths: Sequence[str]) -> None:
             break
         node, walked = getattr(node, part), f"{walked}.{part}".lstrip(".")
     if walked == key:
-        inside = [path for path in paths if path.startswith(f"{key}.")]
-        what = f"is a group; set one of {', '.join(inside)}" if inside else "is derived, not set"
-        raise ValueError(f"{key} {what}")
+        if _is_group(node):
+            if _may_be_none(cfg, key):
+                return
+            inside = ", ".join(f"{key}.{field.name}" for field in dataclasses.fields(node))
+            raise ValueError(f"{key} is a group; set one of {inside}")
+        raise ValueError(f"{key} is derived, not set")
     if walked and node is None:
         raise ValueError(f"{key} can not be set: {walked} is None in this config")
     close = nearest(key, paths)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"fields are {', '.join(paths)}"
+    top = ", ".join(dict.fromkeys(path.partition(".")[0] for path in paths))
+    hint = f"did you mean {' or '.join(close)}?" if close else f"at the top there are {top}"
     raise ValueError(f"unknown config field {key}; {hint}")
+
+
+def _may_be_none(cfg: Any, key: str) -> bool:
+    """Tell whether a group may be left out, by `key=none`."""
+    *parents, name = key.split(".")
+    for parent in parents:
+        cfg = getattr(cfg, parent)
+    return types.NoneType in typing.get_args(typing.get_type_hints(type(cfg))[name])
 
 
 def _replace(cfg: Any, values: Mapping[str, str], prefix: str) -> Any:
@@ -172,6 +184,8 @@ def _replace(cfg: Any, values: Mapping[str, str], prefix: str) -> Any:
         else:
             changes[name] = _parse(hints[name], text, f"{prefix}{name}")
     for name, inner in below.items():
+        if name in changes:
+            raise ValueError(f"{prefix}{name} is set as a whole, so nothing in it can be set")
         changes[name] = _replace(getattr(cfg, name), inner, f"{prefix}{name}.")
     try:
         return dataclasses.replace(cfg, **changes)
@@ -199,6 +213,10 @@ def _parse(kind: Any, text: str, key: str) -> Any:
         return Path(text)
     if origin is tuple:
         return _parse_tuple(args, text, key)
+    if hasattr(kind, "from_text"):
+        return kind.from_text(text)
+    if dataclasses.is_dataclass(kind):
+        raise ValueError(f"{key}={text} must be none, or set the fields in it one by one")
     raise ValueError(f"{key} is of type {kind} and can not be set on the command line")
 
 

@@ -137,9 +137,9 @@ def test_fields_that_depend_on_each_other_can_be_set_in_either_order():
         ("lr=1", "did you mean optimizer.lr"),
         ("model.n_experts=1", "did you mean model.moe.n_experts"),
         ("step=1", "did you mean steps"),
-        ("zzzz=1", "fields are steps, name"),
+        ("zzzz=1", "at the top there are steps, name"),
         ("steps.x=1", "unknown config field steps.x"),
-        ("model=1", "model is a group; set one of model.dim, model.moe.n_experts"),
+        ("model=1", "model is a group; set one of model.dim, model.moe"),
         ("model.mtp.n_experts=1", "model.mtp is None in this config"),
         ("derived=1", "derived is derived, not set"),
         ("steps", "'steps' must be written key=value"),
@@ -155,7 +155,7 @@ def test_fields_that_depend_on_each_other_can_be_set_in_either_order():
         ("model.windows=1,x", "model.windows=x must be a whole number"),
         ("model.rope=1", "model.rope=1 must have 2 values"),
         ("extra=1", "can not be set on the command line"),
-        ("model.mtp=1", "can not be set on the command line"),
+        ("model.mtp=1", "model.mtp=1 must be none, or set the fields in it"),
     ],
 )
 def test_a_wrong_override_says_what_would_be_right(override, message):
@@ -231,3 +231,32 @@ def test_each_difference_is_one_line_with_both_values():
         "optimizer.lr: 0.001 -> 0.0003",
         "steps: (no such field) -> 10",
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    path: str
+
+    @classmethod
+    def from_text(cls, text: str) -> "Corpus":
+        return cls(path=text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    corpora: tuple[Corpus, ...] = ()
+    shadow: MoE | None = MoE()
+
+
+def test_a_group_that_may_be_none_is_left_out_as_a_whole():
+    assert overrides.apply_overrides(Mixture(), ["shadow=none"]).shadow is None
+    assert overrides.apply_overrides(Mixture(), ["shadow.n_active=1"]).shadow == MoE(n_active=1)
+    with pytest.raises(ValueError, match="shadow=4 must be none, or set the fields"):
+        overrides.apply_overrides(Mixture(), ["shadow=4"])
+    with pytest.raises(ValueError, match="shadow is set as a whole"):
+        overrides.apply_overrides(Mixture(), ["shadow=none", "shadow.n_active=1"])
+
+
+def test_a_type_that_reads_itself_from_text_is_asked_to():
+    changed = overrides.apply_overrides(Mixture(), ["corpora=a.txt,b/"])
+    assert changed.corpora == (Corpus(path="a.txt"), Corpus(path="b/"))

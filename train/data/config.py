@@ -19,9 +19,9 @@ class Source:
 
     Attributes:
         path: a file, a folder (searched recursively for known suffixes), a glob (`**` included),
-            or "stdlib", the standard library of the running Python, or "site-packages", the
-            packages installed beside it. Write "./stdlib" for a
-            folder of that name.
+            or a built-in corpus: "stdlib", the standard library of the running Python, or
+            "site-packages", the packages installed beside it. Write "./stdlib" for a folder of
+            that name.
         weight: this source's share of the rows, relative to the other sources' weights. With one
             source it has no effect.
         text_field: the field of a JSONL line, or the column of a Parquet file, that holds the
@@ -46,6 +46,24 @@ class Source:
             )
         if not self.text_field:
             raise ValueError(f"source {self.path!r}: text_field='' must name a field")
+
+    @classmethod
+    def from_text(cls, text: str) -> "Source":
+        """Read a source off a command line.
+
+        Args:
+            text: `PATH` or `PATH@WEIGHT`, such as `books/*.jsonl@2.5`.
+
+        Returns:
+            The source, with the default text field.
+
+        Raises:
+            ValueError: the path is empty or the weight not positive.
+        """
+        path, at, weight = text.rpartition("@")
+        if at and weight.replace(".", "", 1).isdecimal():
+            return cls(path=path, weight=float(weight))
+        return cls(path=text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

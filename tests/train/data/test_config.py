@@ -37,3 +37,17 @@ def test_an_empty_path_or_field_is_an_error():
         config.Source(path="")
     with pytest.raises(ValueError, match="text_field='' must name"):
         config.Source(path="here", text_field="")
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "weight"),
+    [
+        ("books/", "books/", 1.0),
+        ("books/*.jsonl@2.5", "books/*.jsonl", 2.5),
+        ("me@home/x.txt", "me@home/x.txt", 1.0),
+        ("stdlib@3", "stdlib", 3.0),
+    ],
+)
+def test_a_source_is_read_off_the_command_line(text, path, weight):
+    source = config.Source.from_text(text)
+    assert (source.path, source.weight) == (path, weight)
