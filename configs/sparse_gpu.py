@@ -4,15 +4,13 @@ Command: python -m train.pretrain --config sparse_gpu.py
 Hardware: one GPU of 80 GB or more, minutes.
 """
 
-from dataclasses import replace
-
 from dsv32_jax import config
 from train.checkpoint import CheckpointConfig
 from train.data.config import DataConfig, Source
 from train.optimizer import OptimizerConfig, Schedule
 from train.run_config import EvidenceConfig, RunConfig, StageConfig
 
-DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 600, 120, 120
+DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 800, 100, 120
 
 CAVEAT = """\
 What this does not show. One seed and one small base on program text; the errors are over held-out rows, not over seeds.
@@ -25,7 +23,7 @@ def get_config() -> RunConfig:
         steps=DENSE_STEPS,
         optimizer=OptimizerConfig(
             main=Schedule(
-                peak=1.5e-3, warmup_steps=100, decay_steps=DENSE_STEPS - 100, final=1.5e-4
+                peak=1e-3, warmup_steps=100, decay_steps=DENSE_STEPS - 100, final=1e-4
             )
         ),
     )
@@ -43,16 +41,16 @@ def get_config() -> RunConfig:
         ),
     )
     return RunConfig(
-        model=replace(config.gpu_100m(), remat="full"),
+        model=config.gpu_100m(),
         data=DataConfig(
             sources=(Source(path="stdlib"), Source(path="site-packages", weight=3.0)),
             seq_len=4096,
-            batch_size=16,
+            batch_size=8,
             seed=0,
         ),
         dense=dense,
         warmup=warmup,
         sparse=sparse,
         checkpoint=CheckpointConfig(every_steps=200, keep_last=1, keep_best=0),
-        evidence=EvidenceConfig(rows=96, rows_per_batch=8, caveat=CAVEAT),
+        evidence=EvidenceConfig(rows=96, rows_per_batch=4, caveat=CAVEAT),
     )
