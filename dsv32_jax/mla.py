@@ -33,7 +33,7 @@ class AttentionTensors(NamedTuple):
     q: Array
     k: Array
     lse: Array
-    index: IndexerTensors
+    index: IndexerTensors  # type: ignore[assignment]  # shadows tuple.index, which nobody calls
     scale: float
     start: Array
     end: Array

@@ -182,19 +182,19 @@ class MoE(nnx.Module):
 
 def _sharded_experts(x: Array, experts: Array, gates: Array, weights: tuple) -> Array:
     """Gather the tokens of the expert axis, run the local experts on them, and sum back to each token's device."""
-    gathers = sharding.axis_size("expert") > 1
-    partial = sharding.axis_size("tensor") > 1
+    sharded = sharding.axis_size(*sharding.AXES) > 1  # a collective over an axis of size 1 is free
 
     def local(x: Array, experts: Array, gates: Array, weights: tuple) -> Array:
         first_expert: Array | int = 0
-        if gathers:
+        if sharded:
             x, experts, gates = jax.lax.all_gather((x, experts, gates), "expert", tiled=True)
             first_expert = jax.lax.axis_index("expert") * weights[0].shape[0]
-        flat = [a.reshape(-1, a.shape[-1]) for a in (x, experts, gates)]
-        out = run_experts(*flat, weights, first_expert).reshape(x.shape)
-        if partial:
+        x_ND, experts_NA, gates_NA = (a.reshape(-1, a.shape[-1]) for a in (x, experts, gates))
+        out = run_experts(x_ND, experts_NA, gates_NA, weights, first_expert).reshape(x.shape)
+        if sharded:
             out = jax.lax.psum(out, "tensor")
-        return jax.lax.psum_scatter(out, "expert", tiled=True) if gathers else out
+            out = jax.lax.psum_scatter(out, "expert", tiled=True)
+        return out
 
     token = spec("batch", "sequence")
     weight_specs = (

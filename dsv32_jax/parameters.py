@@ -88,17 +88,17 @@ def flatten(model: DeepSeekV32) -> Parameters:
     Returns:
         Its arrays.
     """
-    _, weights, bias = nnx.split(model, nnx.Param, RouterBias)
+    weights, bias = (nnx.state(model, kind) for kind in (nnx.Param, RouterBias))
     return Parameters(_named(weights), _named(bias))
 
 
-def _named(state: nnx.State) -> Arrays:
+def _named(state: Any) -> Arrays:  # nnx.State, whose own annotation beartype warns about
     pairs = nnx.to_flat_state(state)
     return {".".join(map(str, path)): variable.get_value() for path, variable in pairs}
 
 
 @functools.cache
-def _template(cfg: ModelConfig) -> tuple[Any, nnx.State]:
+def _template(cfg: ModelConfig) -> tuple[Any, Any]:
     return nnx.split(abstract_model(cfg))
 
 

@@ -46,9 +46,7 @@ def dense_mla(
     dispatch.check_causal("dense_mla", causal, q_THD.shape[-3], k_SHD.shape[-3])
     block = query_blocks.rows_per_block(k_SHD.shape[-3] * k_SHD.shape[-2])
 
-    def attend_block(
-        rows: tuple[Array | None, ...], keys: tuple[Array, Array]
-    ) -> tuple[Array, Array]:
+    def attend_block(rows: tuple, keys: tuple[Array, Array]) -> tuple[Array, Array]:
         q, first, last, chosen = rows
         k, v = keys
         allowed_TS = reference.allowed_keys(first, last, chosen, k.shape[0])

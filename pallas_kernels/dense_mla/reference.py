@@ -11,7 +11,7 @@ MASKED = -1e30  # finite, so that an empty row gives no NaN forward or backward
 def allowed_keys(
     start_T: Int[Array, " T"],
     end_T: Int[Array, " T"],
-    selected_TS: Bool[Array, "T S"] | None,
+    selected_TS: Bool[Array, "T _"] | None,
     n_keys: int,
 ) -> Bool[Array, "T S"]:
     """Return the keys each query may read: in its range and, if a mask is given, selected."""

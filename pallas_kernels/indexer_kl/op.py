@@ -76,7 +76,7 @@ def indexer_kl(
             kl_block, rows, (k, attn_k), block=block, causal=causal
         )
 
-    arguments = (q_TJX, k_SX, w_TJ, attn_q_THD, attn_k_SHD, lse_TH, start, end)
+    arguments: tuple[Array, ...] = (q_TJX, k_SX, w_TJ, attn_q_THD, attn_k_SHD, lse_TH, start, end)
     arguments += () if selected is None else (selected,)
     return dispatch.over_batch(one, q_TJX.ndim - 3)(*arguments)
 

@@ -24,7 +24,7 @@ def raw_scores(
         dots_TS = jnp.einsum("tx,sx->ts", q_TX, k_SX, preferred_element_type=jnp.float32)
         return total_TS + w_T[:, None].astype(jnp.float32) * jax.nn.relu(dots_TS), None
 
-    zero_TS = jnp.zeros((q_TJX.shape[0], k_SX.shape[0]), jnp.float32)
+    zero_TS = jnp.zeros_like(w_TJ[:, :1] * k_SX[:, 0], jnp.float32)
     heads = (jnp.moveaxis(q_TJX, 1, 0), jnp.moveaxis(w_TJ, 1, 0))
     n_heads = q_TJX.shape[1]
     return jax.lax.scan(add_head, zero_TS, heads, unroll=min(n_heads, UNROLLED_HEADS))[0]

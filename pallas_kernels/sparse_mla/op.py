@@ -47,7 +47,8 @@ def sparse_mla(
     block = query_blocks.rows_per_block(n_slots * max(dim, q_THD.shape[-2]))
 
     def attend_block(rows: tuple[Array, Array], kv: Array) -> tuple[Array, Array]:
-        return reference.sparse_mla(*rows[:1], kv, rows[1], scale, value_dim)
+        q, topk_idx = rows
+        return reference.sparse_mla(q, kv, topk_idx, scale, value_dim)
 
     def one(q: Array, kv: Array, topk_idx: Array) -> tuple[Array, Array]:
         return query_blocks.map_query_blocks(

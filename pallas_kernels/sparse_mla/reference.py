@@ -9,9 +9,12 @@ from pallas_kernels.dense_mla.reference import MASKED
 def gather_rows(
     kv_SD: Float[Array, "S D"], topk_idx_TK: Int[Array, "T K"]
 ) -> tuple[Float[Array, "T K D"], Bool[Array, "T K"]]:
-    """Return the listed rows and which slots are valid; an invalid slot reads row 0 and is masked."""
-    valid_TK = (topk_idx_TK >= 0) & (topk_idx_TK < kv_SD.shape[0])
-    return kv_SD[jnp.where(valid_TK, topk_idx_TK, 0)], valid_TK
+    """Return the listed rows and which slots are valid; an invalid slot is a row of zeros."""
+    n_keys = kv_SD.shape[0]
+    valid_TK = (topk_idx_TK >= 0) & (topk_idx_TK < n_keys)
+    # Zeros, not some masked row: a weight of 0 times a NaN row would be NaN.
+    idx_TK = jnp.where(valid_TK, topk_idx_TK, n_keys)
+    return kv_SD.at[idx_TK].get(mode="fill", fill_value=0), valid_TK
 
 
 def slot_logits(

@@ -12,8 +12,9 @@ SIGN_BIT = np.uint32(0x80000000)
 
 def sortable(scores_TS: Float[Array, "T S"], valid_TS: Bool[Array, "T S"]) -> UInt[Array, "T S"]:
     """Map float32 to uint32 of the same order; invalid entries become 0, below every finite score."""
-    scores_TS = jnp.where(scores_TS == 0, 0.0, scores_TS)  # -0.0 and 0.0 tie
     bits = jax.lax.bitcast_convert_type(scores_TS, jnp.uint32)
+    # -0.0 and 0.0 tie. By the bits: a comparison with 0 flushes subnormals on some backends.
+    bits = jnp.where(bits == SIGN_BIT, jnp.uint32(0), bits)
     ordered = jnp.where(bits >= SIGN_BIT, ~bits, bits | SIGN_BIT)
     return jnp.where(valid_TS, ordered, jnp.uint32(0))
 
@@ -31,7 +32,7 @@ def topk_mask(
         count_T = jnp.sum(order_TS >= candidate_T[:, None], axis=1, dtype=jnp.int32)
         return jnp.where(count_T >= k, candidate_T, kth_T)
 
-    kth_T = jax.lax.fori_loop(0, 32, settle_bit, jnp.zeros(scores_TS.shape[0], jnp.uint32))
+    kth_T = jax.lax.fori_loop(0, 32, settle_bit, jnp.zeros_like(order_TS[:, 0]))
     above_TS = order_TS > kth_T[:, None]
     tied_TS = (order_TS == kth_T[:, None]) & valid_TS
     room_T = k - jnp.sum(above_TS, axis=1, dtype=jnp.int32)

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -6,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
-from dsv32_jax import parameters
+from dsv32_jax import config, parameters
 from dsv32_jax.config import ModelConfig
+from dsv32_jax.model import DeepSeekV32
 
 INDEX = "model.safetensors.index.json"
 
@@ -174,3 +177,39 @@ def official(tmp_path) -> Callable:
         return folder, raw, tensors
 
     return write
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session")
+def cfg():
+    """Two layers, one dense and one of experts, and the MTP module; every width its own number."""
+    tiny = config.tiny()
+    indexer = dataclasses.replace(tiny.indexer, n_heads=6, topk=8)
+    return dataclasses.replace(tiny, n_layers=2, indexer=indexer)
+
+
+@pytest.fixture(scope="session")
+def new_model():
+    """Return a function that draws a model whose every weight is random, norms and biases too."""
+
+    def draw(cfg, seed=0):
+        model = DeepSeekV32(cfg, rngs=nnx.Rngs(seed))
+        graph, state = nnx.split(model)
+        leaves, tree = jax.tree.flatten(state)
+        keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+        noisy = [
+            leaf + 0.1 * jax.random.normal(key, leaf.shape, leaf.dtype)
+            for leaf, key in zip(leaves, keys, strict=True)
+        ]
+        return nnx.merge(graph, jax.tree.unflatten(tree, noisy))
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def model(cfg, new_model):
+    return new_model(cfg)

@@ -1,0 +1,188 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dsv32_jax import gate, moe, segments
+
+FLOAT32_TOL = 2e-5  # two products over ~20 values, gated sums of size ~1
+N, D, F, E, A = 40, 6, 5, 8, 3
+
+run_experts = jax.jit(moe.run_experts)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def loop_over_tokens(x, experts, gates, w1, w3, w2, held=range(E)):
+    """Apply every token's experts one by one in float64."""
+    out = np.zeros(x.shape)
+    for n in range(len(x)):
+        for expert, weight in zip(experts[n], gates[n], strict=True):
+            if expert in held:
+                hidden = silu(x[n] @ w1[expert]) * (x[n] @ w3[expert])
+                out[n] += weight * (hidden @ w2[expert])
+    return out
+
+
+@pytest.fixture
+def weights(rng):
+    return [rng.normal(size=shape) for shape in ((E, D, F), (E, D, F), (E, F, D))]
+
+
+def float32(*arrays):
+    return tuple(jnp.asarray(a, jnp.float32) for a in arrays)
+
+
+def draw_choices(rng, kind):
+    if kind == "even":
+        return np.stack([rng.permutation(E)[:A] for _ in range(N)])
+    if kind == "one expert":  # heavy imbalance: everything lands on expert 5
+        return np.full((N, 1), 5)
+    return np.stack([[7, 0, n % 2 + 3] for n in range(N)])  # experts 1, 2, 5, 6 get nothing
+
+
+@pytest.mark.parametrize("kind", ["even", "one expert", "some idle"])
+def test_no_token_is_dropped_however_uneven_the_load(rng, weights, kind):
+    experts = draw_choices(rng, kind)
+    x, gates = rng.normal(size=(N, D)), rng.uniform(size=experts.shape)
+
+    out = run_experts(*float32(x), jnp.asarray(experts), *float32(gates), float32(*weights))
+
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(
+        out, loop_over_tokens(x, experts, gates, *weights), atol=FLOAT32_TOL * 10
+    )
+
+
+def test_experts_held_elsewhere_add_nothing(rng, weights):
+    experts = draw_choices(rng, "even")
+    x, gates = rng.normal(size=(N, D)), rng.uniform(size=experts.shape)
+    for first in (0, 2, 6):
+        held = range(first, first + 2)
+        local = [w[first : first + 2] for w in weights]
+        out = run_experts(
+            *float32(x), jnp.asarray(experts), *float32(gates), float32(*local), first
+        )
+        expected = loop_over_tokens(x, experts, gates, *weights, held=held)
+        np.testing.assert_allclose(out, expected, atol=FLOAT32_TOL * 10)
+
+
+@pytest.mark.parametrize("kind", ["even", "one expert"])
+def test_gradients_equal_those_of_a_sum_over_all_experts(rng, weights, kind):
+    experts = draw_choices(rng, kind)
+    d_out = rng.normal(size=(N, D))
+
+    def loss(x, gates, weights):
+        return jnp.sum(run_experts(x, jnp.asarray(experts), gates, weights) * d_out)
+
+    def plain_loss(x, gates, weights):
+        w1, w3, w2 = weights
+        share = jnp.einsum("na,nae->ne", gates, jax.nn.one_hot(experts, E))
+        hidden = jax.nn.silu(jnp.einsum("nd,edf->nef", x, w1)) * jnp.einsum("nd,edf->nef", x, w3)
+        return jnp.einsum("ne,nef,efd,nd->", share, hidden, w2, d_out)
+
+    arguments = (
+        *float32(rng.normal(size=(N, D)), rng.uniform(size=experts.shape)),
+        float32(*weights),
+    )
+    got, expected = (jax.jit(jax.grad(f, (0, 1, 2)))(*arguments) for f in (loss, plain_loss))
+
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=FLOAT32_TOL * max(10.0, np.abs(b).max()))
+
+
+@pytest.mark.parametrize("block", [4, 8])
+@pytest.mark.parametrize("first", [0, 2])
+def test_the_plan_gives_every_local_choice_its_own_row_in_its_experts_blocks(rng, block, first):
+    n_local = 4
+    experts = np.stack([rng.permutation(E)[:A] for _ in range(13)])
+
+    plan = moe.plan_dispatch(jnp.asarray(experts), n_local, first, block)
+
+    token, row, sizes = (np.asarray(a) for a in plan)
+    ends = np.cumsum(sizes)
+    local = (experts >= first) & (experts < first + n_local)
+    assert len(token) % block == 0
+    assert np.all(sizes % block == 0)
+    assert ends[-1] <= len(token)
+    assert np.all(row[~local] == len(token))
+    assert len(set(row[local])) == local.sum()
+    np.testing.assert_array_equal(token[row[local]], np.nonzero(local)[0])
+    np.testing.assert_array_equal(
+        np.searchsorted(ends, row[local], "right"), experts[local] - first
+    )
+    assert np.sum(token < 13) == local.sum()
+
+
+def test_the_rows_suffice_for_the_worst_imbalance():
+    experts = jnp.full((64, 2), 3, jnp.int32).at[:, 1].set(jnp.arange(64) % 3)
+    plan = moe.plan_dispatch(experts, 8, 0, 8)
+    assert np.all(np.asarray(plan.row) < len(plan.token))
+    assert np.sum(np.asarray(plan.token) < 64) == 128
+
+
+@pytest.fixture
+def layer(cfg):
+    sized = dataclasses.replace(cfg, init_std=0.5)
+    return moe.MoE(sized, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("n_groups", [1, 4])
+def test_a_layer_adds_the_unscaled_shared_expert_to_the_gated_ones(rng, cfg, n_groups):
+    groups = dataclasses.replace(cfg.moe, n_groups=n_groups, n_active_groups=min(n_groups, 2))
+    layer = moe.MoE(dataclasses.replace(cfg, moe=groups, init_std=0.3), rngs=nnx.Rngs(0))
+    x = rng.normal(size=(2, 9, cfg.dim))
+    documents = segments.from_ids(jnp.ones((2, 9), jnp.int32))
+
+    out, routing = jax.jit(lambda x: layer(x, documents))(jnp.asarray(x, jnp.float32))
+
+    w1, w3, w2 = (np.asarray(w[...], np.float64) for w in (layer.w1, layer.w3, layer.w2))
+    s1, s3, s2 = (
+        np.asarray(w[...], np.float64) for w in (layer.shared.w1, layer.shared.w3, layer.shared.w2)
+    )
+    flat = x.reshape(18, -1)
+    experts, gates = (np.asarray(a).reshape(18, -1) for a in (routing.experts, routing.gates))
+    expected = loop_over_tokens(flat, experts, gates, w1, w3, w2)
+    expected += (silu(flat @ s1) * (flat @ s3)) @ s2
+    np.testing.assert_allclose(
+        np.asarray(out).reshape(18, -1), expected, atol=FLOAT32_TOL * np.abs(expected).max()
+    )
+
+
+def test_the_order_of_experts_does_not_matter(rng, cfg, layer):
+    groups = rng.permutation(cfg.moe.n_groups)
+    size = cfg.moe.group_size
+    order = np.concatenate([g * size + rng.permutation(size) for g in groups])
+    x = jnp.asarray(rng.normal(size=(2, 9, cfg.dim)), jnp.float32)
+    documents = segments.from_ids(jnp.ones((2, 9), jnp.int32))
+    bias = jnp.asarray(0.1 * rng.normal(size=cfg.moe.n_experts), jnp.float32)
+    layer.gate.bias = gate.RouterBias(bias)
+    run = jax.jit(lambda layer: layer(x, documents))
+
+    out, routing = run(layer)
+    for name in ("w1", "w3", "w2"):
+        setattr(layer, name, nnx.Param(getattr(layer, name)[...][order]))
+    layer.gate.weight = nnx.Param(layer.gate.weight[...][:, order])
+    layer.gate.bias = gate.RouterBias(bias[order])
+    turned, turned_routing = run(layer)
+
+    np.testing.assert_allclose(turned, out, atol=FLOAT32_TOL * np.abs(out).max())
+    np.testing.assert_array_equal(turned_routing.load, routing.load[order])
+
+
+def test_bf16_tokens_are_summed_in_float32_and_rounded_once(rng, cfg, layer, monkeypatch):
+    x = jnp.asarray(rng.normal(size=(2, 9, cfg.dim)), jnp.bfloat16)
+    documents = segments.from_ids(jnp.ones((2, 9), jnp.int32))
+
+    out, routing = layer(x, documents)
+
+    flat = [a.reshape(18, -1) for a in (x, routing.experts, routing.gates)]
+    routed = moe.run_experts(*flat, (layer.w1[...], layer.w3[...], layer.w2[...]))
+    expected = routed.reshape(x.shape) + layer.shared(x).astype(jnp.float32)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(out, expected.astype(jnp.bfloat16))
