@@ -213,3 +213,20 @@ def new_model():
 @pytest.fixture(scope="session")
 def model(cfg, new_model):
     return new_model(cfg)
+
+
+MODES = ("dense", "sparse", "gathered", "window")
+
+
+@pytest.fixture(scope="session")
+def attention():
+    """Return (cfg, mode) of one of MODES; "gathered" is sparse attention in absorbed form."""
+
+    def choose(cfg, mode):
+        if mode != "gathered":
+            return cfg, mode
+        return dataclasses.replace(
+            cfg, mla=dataclasses.replace(cfg.mla, masked_max_len=0)
+        ), "sparse"
+
+    return choose
