@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv32_jax.config import require
@@ -150,7 +150,7 @@ def shard_map(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable
     return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs)
 
 
-def parameter_shardings(mesh: Mesh, tree: Any, logical_axes: Any) -> Any:
+def parameter_shardings(mesh: Mesh | AbstractMesh, tree: Any, logical_axes: Any) -> Any:
     """Return the NamedSharding of every parameter.
 
     Args:
@@ -173,5 +173,5 @@ def parameter_shardings(mesh: Mesh, tree: Any, logical_axes: Any) -> Any:
     return jax.tree.map(one, tree, logical_axes)
 
 
-def _shards(mesh: Mesh, name: str) -> int:
+def _shards(mesh: Mesh | AbstractMesh, name: str) -> int:
     return math.prod(mesh.shape[axis] for axis in RULES[name])

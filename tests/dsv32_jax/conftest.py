@@ -7,12 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import save_file
 
 from dsv32_jax import config, parameters
 from dsv32_jax.config import ModelConfig
-from dsv32_jax.model import DeepSeekV32
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_compiles():
+    """Compile without most optimizations: these shapes are tiny and compiling is nearly all of the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
 
 INDEX = "model.safetensors.index.json"
 
@@ -194,18 +201,20 @@ def cfg():
 
 @pytest.fixture(scope="session")
 def new_model():
-    """Return a function that draws a model whose every weight is random, norms and biases too."""
+    """Return a function that draws a model whose every weight is random, norms and biases too.
+
+    By numpy: compiling the random draws of a whole model takes longer than the tests.
+    """
 
     def draw(cfg, seed=0):
-        model = DeepSeekV32(cfg, rngs=nnx.Rngs(seed))
-        graph, state = nnx.split(model)
-        leaves, tree = jax.tree.flatten(state)
-        keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-        noisy = [
-            leaf + 0.1 * jax.random.normal(key, leaf.shape, leaf.dtype)
-            for leaf, key in zip(leaves, keys, strict=True)
-        ]
-        return nnx.merge(graph, jax.tree.unflatten(tree, noisy))
+        rng = np.random.default_rng(seed)
+
+        def fill(name, leaf):
+            one = "norm" in name and name.endswith("weight")
+            return jnp.asarray(one + 0.14 * rng.normal(size=leaf.shape), leaf.dtype)
+
+        groups = ({n: fill(n, a) for n, a in group.items()} for group in parameters.abstract(cfg))
+        return parameters.assemble(cfg, parameters.Parameters(*groups))
 
     return draw
 

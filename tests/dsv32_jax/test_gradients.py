@@ -68,7 +68,7 @@ def test_the_kl_moves_every_indexer_weight_and_nothing_else(main_and_kl):
 @pytest.fixture(scope="module")
 def plain_gradient(cfg, new_model):
     """Return a function from config changes to the gradient of the hidden states' sum of squares."""
-    base = dataclasses.replace(cfg, n_layers=3, n_dense_layers=1, mtp=True)
+    base = dataclasses.replace(cfg, n_layers=2, n_dense_layers=0)
     params = parameters.flatten(new_model(base))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 97, size=(1, 10)), jnp.int32)
 

@@ -1,5 +1,14 @@
+import jax
 import numpy as np
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_compiles():
+    """Compile without most optimizations: these shapes are tiny and compiling is nearly all of the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

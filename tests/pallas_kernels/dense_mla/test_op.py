@@ -88,7 +88,7 @@ def test_gradients_agree_with_finite_differences(rng):
 
 
 # 150 rows take two spans, 1029 take eight, each of them a rematerialised loop over two blocks.
-@pytest.mark.parametrize("n", [40, 150, 8 * 128 + 5])
+@pytest.mark.parametrize("n", [150, 8 * 128 + 5])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_causal_promise_changes_nothing(rng, draw_ranges, n, masked):
     arrays = [jnp.asarray(a, jnp.float32) for a in draw(rng, (), n, n, 1, 4, 3)]

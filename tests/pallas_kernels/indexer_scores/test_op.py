@@ -69,7 +69,7 @@ def test_any_number_of_heads_is_summed(rng, heads):
     np.testing.assert_allclose(out, oracle(q, k, w, start, end), atol=FLOAT32_TOL)
 
 
-@pytest.mark.parametrize("n", [40, 150, 8 * 128 + 5])
+@pytest.mark.parametrize("n", [150, 8 * 128 + 5])
 def test_the_causal_promise_changes_nothing(rng, draw_ranges, n):
     # Small integers: every product and sum is exact, so the two must agree to the bit.
     q, k, w = (rng.integers(-3, 4, size=a.shape) for a in draw(rng, (), n, n, heads=2, dim=4))

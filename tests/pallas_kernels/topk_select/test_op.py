@@ -173,7 +173,7 @@ def test_the_mask_marks_the_listed_keys(rng, draw_ranges, batch):
         assert set(np.flatnonzero(mask[i])) == set(listed[i]) - {-1}
 
 
-@pytest.mark.parametrize("n", [40, 150, 8 * 128 + 5])
+@pytest.mark.parametrize("n", [150, 8 * 128 + 5])
 @pytest.mark.parametrize("op", [indexer_topk, indexer_topk_mask])
 def test_the_causal_promise_changes_nothing(rng, draw_ranges, n, op):
     arrays = [jnp.asarray(a) for a in draw(rng, (), n, n, heads=2)]

@@ -1,0 +1,146 @@
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from dsv32_jax import sharding
+from dsv32_jax.sharding import MeshConfig
+
+# float32 sums in another order, relative to the largest gradient of the same weight; "gathered" is compared with the
+# masked form on one device, whose products differ too
+FLOAT32_TOL = 5e-5
+HERE = pathlib.Path(__file__).parent
+# Each mode once, each axis at least once; everything else is compiled in the slow run.
+CASES = [
+    ("sparse", {"expert": 2, "tensor": 2, "context": 2}),
+    ("gathered", {"fsdp": 2, "tensor": 2, "context": 2}),
+    ("warmup", {"data": 2, "context": 2}),
+]
+SLOW_CASES = [
+    (case, {axis: 2}) for case in ("dense", "sparse", "gathered") for axis in sharding.AXES
+] + [
+    (case, sizes)
+    for case in ("warmup", "sparse", "gathered")
+    for sizes in (
+        {"fsdp": 2, "expert": 2, "tensor": 2},
+        {"data": 2, "tensor": 2, "context": 2},
+        {"context": 4},
+    )
+]
+
+
+def name_of(case):
+    return f"{case[0]}-" + "-".join(f"{axis}{n}" for axis, n in case[1].items())
+
+
+def compare_with_one_device(cases):
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": str(HERE.parents[1]),
+    }
+    command = [sys.executable, str(HERE / "sharded_gradients.py"), json.dumps(cases)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {name_of(case): line for case, line in zip(cases, lines, strict=True)}
+
+
+def check(result):
+    assert result["n"] > 0
+    assert result["error"] < FLOAT32_TOL, result["worst"]
+    assert result["load"] == 0
+
+
+@pytest.fixture(scope="module")
+def meshes():
+    return compare_with_one_device(CASES)
+
+
+@pytest.mark.parametrize("case", [name_of(case) for case in CASES])
+def test_a_mesh_has_the_gradients_of_one_device(meshes, case):
+    check(meshes[case])
+
+
+@pytest.fixture(scope="module")
+def slow_meshes():
+    return compare_with_one_device(SLOW_CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [name_of(case) for case in SLOW_CASES])
+def test_every_axis_alone_and_combined_has_the_gradients_of_one_device(slow_meshes, case):
+    check(slow_meshes[case])
+
+
+def test_one_device_makes_a_mesh_of_every_axis():
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    assert mesh.axis_names == ("data", "fsdp", "expert", "tensor", "context")
+    assert dict(mesh.shape) == dict.fromkeys(mesh.axis_names, 1)
+    assert set(mesh.axis_types) == {AxisType.Auto}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"ici_tensor": 2},
+            r"mesh ici axes \(data=1, fsdp=-1, expert=1, tensor=2, context=1\) do not make 1: 2 must divide it",
+        ),
+        ({"ici_fsdp": 1, "ici_data": 4}, "do not make 1: 4 must equal it"),
+        ({"dcn_data": 2}, r"mesh dcn axes .* do not make 1: 2 must equal it"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_devices_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        sharding.make_mesh(MeshConfig(**fields), jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ici_data": 0}, "ici_data=0 must be -1 or at least 1"),
+        ({"dcn_context": -2}, "dcn_context=-2 must be -1 or at least 1"),
+        ({"ici_data": -1}, r"at most one ici axis may be -1, got \['data', 'fsdp'\]"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        MeshConfig(**fields)
+
+
+def mesh_of(**sizes):
+    shape = tuple(sizes.get(axis, 1) for axis in sharding.AXES)
+    return AbstractMesh(shape, sharding.AXES, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def test_a_dimension_that_its_axes_do_not_divide_is_replicated():
+    mesh = mesh_of(fsdp=2, context=2, tensor=4)
+    tree = {"a": jax.ShapeDtypeStruct((8, 12), jnp.float32)}
+    tree["b"] = jax.ShapeDtypeStruct((6, 12), jnp.float32)
+    axes = dict.fromkeys(tree, ("embed", "heads"))
+
+    out = sharding.parameter_shardings(mesh, tree, axes)
+
+    assert out["a"].spec == P(("fsdp", "context"), "tensor")
+    assert out["b"].spec == P(None, "tensor")
+
+
+def test_specs_follow_the_table():
+    assert sharding.spec("batch", None, "heads") == P(("data", "fsdp", "expert"), None, ("tensor",))
+    assert sharding.spec("batch", "rows") == P(("data", "fsdp", "expert"), ("context", "tensor"))
+
+
+def test_without_a_mesh_nothing_is_constrained_or_mapped():
+    x = jnp.ones(3)
+    assert sharding.axis_size("data", "tensor") == 1
+    assert sharding.constrain(x, "batch") is x
+    assert sharding.shard_map(np.sum, None, None) is np.sum
