@@ -11,7 +11,7 @@ from train.optimizer import OptimizerConfig, Schedule
 from train.run_config import EvidenceConfig, RunConfig, StageConfig
 from train.step import LossConfig
 
-STEPS = 120
+STEPS = 150
 
 CAVEAT = """\
 What this does not show. A base this small, trained on this few tokens, is local: most of its attention lies on the last
@@ -33,5 +33,5 @@ def get_config() -> RunConfig:
             ),
             loss=LossConfig(),
         ),
-        evidence=EvidenceConfig(rows=192, rows_per_batch=16, caveat=CAVEAT),
+        evidence=EvidenceConfig(rows=128, rows_per_batch=16, caveat=CAVEAT),
     )

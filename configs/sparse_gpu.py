@@ -22,9 +22,7 @@ def get_config() -> RunConfig:
     dense = StageConfig(
         steps=DENSE_STEPS,
         optimizer=OptimizerConfig(
-            main=Schedule(
-                peak=1e-3, warmup_steps=100, decay_steps=DENSE_STEPS - 100, final=1e-4
-            )
+            main=Schedule(peak=1e-3, warmup_steps=100, decay_steps=DENSE_STEPS - 100, final=1e-4)
         ),
     )
     warmup = StageConfig(

@@ -10,7 +10,7 @@ from configs import dense
 from train.optimizer import OptimizerConfig, Schedule
 from train.run_config import RunConfig, StageConfig
 
-STEPS = 100
+STEPS = 200
 
 
 def get_config() -> RunConfig:
@@ -20,7 +20,7 @@ def get_config() -> RunConfig:
         warmup=StageConfig(
             steps=STEPS,
             optimizer=OptimizerConfig(
-                indexer=Schedule(peak=5e-3, warmup_steps=10, decay_steps=STEPS - 10, final=5e-4),
+                indexer=Schedule(peak=1e-2, warmup_steps=10, decay_steps=STEPS - 10, final=1e-3),
             ),
         ),
     )

@@ -351,11 +351,11 @@ def cpu_1m() -> ModelConfig:
         dim=128,
         n_layers=4,
         n_dense_layers=1,
-        ffn_dim=352,
+        ffn_dim=256,
         mla=MLAConfig(
             n_heads=4, q_lora_rank=64, kv_lora_rank=64, nope_dim=32, rope_dim=16, v_dim=32
         ),
-        indexer=IndexerConfig(n_heads=4, head_dim=32, topk=16),
+        indexer=IndexerConfig(n_heads=8, head_dim=32, topk=16),
         moe=MoEConfig(n_experts=8, n_active=2, n_groups=4, n_active_groups=2, expert_dim=64),
         rope=YarnConfig(factor=4.0, original_len=128),
         init_std=0.02,

@@ -128,8 +128,9 @@ def assemble(cfg: ModelConfig, parameters: Parameters) -> DeepSeekV32:
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
+@functools.cache
 def abstract(cfg: ModelConfig) -> Parameters:
-    """Return the parameters' shapes.
+    """Return the parameters' shapes; traced once per model, so not to be changed in place.
 
     Args:
         cfg: The model.

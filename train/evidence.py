@@ -14,7 +14,7 @@ from dsv32_jax.block import LayerStats
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.mla import AttentionMode
 from dsv32_jax.parameters import Parameters
-from train import losses
+from train import compiling, losses
 from train.loop import held_out_batches
 from train.losses import Batch
 from train.recall import CHOICES, RecallSums, recall_probe
@@ -58,7 +58,6 @@ class RowLosses(NamedTuple):
 
 @functools.cache
 def _loss_fn(cfg: ModelConfig, mode: AttentionMode) -> Callable[[Parameters, Batch], tuple]:
-    @jax.jit
     def run(params: Parameters, batch: Batch) -> tuple:
         model = parameters.assemble(cfg, params)
         output = model(batch.tokens, batch.segment_ids, mode=mode)
@@ -70,7 +69,7 @@ def _loss_fn(cfg: ModelConfig, mode: AttentionMode) -> Callable[[Parameters, Bat
         sums = (loss_BT, predicts_BT, jnp.where(beyond_BT, loss_BT, 0.0), beyond_BT)
         return tuple(jnp.sum(x, axis=1, dtype=jnp.float32) for x in sums)
 
-    return run
+    return jax.jit(run, compiler_options=compiling.compiler_options())
 
 
 def row_losses(
@@ -126,7 +125,6 @@ def mean_and_stderr(total_N: np.ndarray, count_N: np.ndarray) -> tuple[float, fl
 
 @functools.cache
 def _recall_fn(cfg: ModelConfig) -> Callable[[Parameters, Batch], RecallSums]:
-    @jax.jit
     def run(params: Parameters, batch: Batch) -> RecallSums:
         model = parameters.assemble(cfg, params)
         output = model(
@@ -143,7 +141,7 @@ def _recall_fn(cfg: ModelConfig) -> Callable[[Parameters, Batch], RecallSums]:
             lambda *xs: jnp.concatenate(xs), *(part for part in parts if part is not None)
         )
 
-    return run
+    return jax.jit(run, compiler_options=compiling.compiler_options())
 
 
 def _probed(stats: LayerStats | None) -> RecallSums | None:

@@ -14,7 +14,7 @@ from dsv32_jax import parameters, sharding
 from dsv32_jax.config import ModelConfig, require
 from dsv32_jax.model import ModelOutput
 from dsv32_jax.parameters import Arrays, Parameters
-from train import losses
+from train import compiling, losses
 from train.losses import Batch, LossSums, LossWeights
 from train.optimizer import AdamConfig, Rates, apply_updates, group_of, make_optimizer
 from train.stage import ATTENTION, INDEXER_TRAINS, MAIN_TRAINS, Stage
@@ -206,7 +206,7 @@ def make_step(
         )
         return TrainState(Parameters(new_weights, bias), opt_state, state.step + 1), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, compiler_options=compiling.compiler_options())
 
 
 def _norm(grads: Arrays, group: str) -> Array:

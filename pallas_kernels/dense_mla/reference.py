@@ -1,5 +1,6 @@
 """Definition of attention over a range of keys, optionally under a mask of selected keys."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -36,7 +37,7 @@ def dense_mla(
 ) -> tuple[Float[Array, "T H U"], Float[Array, "T H"]]:
     """Softmax attention over the allowed keys; returns the output and the natural log-sum-exp."""
     logits_HTS = jnp.where(allowed_TS, head_logits(q_THD, k_SHD, scale), MASKED)
-    peak_HT = jnp.max(logits_HTS, axis=-1)
+    peak_HT = jax.lax.stop_gradient(jnp.max(logits_HTS, axis=-1))  # its gradient cancels
     weights_HTS = jnp.exp(logits_HTS - peak_HT[..., None])
     total_HT = jnp.sum(weights_HTS, axis=-1)
     out_THU = jnp.einsum(

@@ -1,5 +1,6 @@
 """Definition of attention to the listed keys of one shared key-value head."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -34,7 +35,7 @@ def sparse_mla(
     """Softmax attention over the valid slots; returns the output and the natural log-sum-exp."""
     kv_TKD, valid_TK = gather_rows(kv_SD, topk_idx_TK)
     logits_THK = jnp.where(valid_TK[:, None, :], slot_logits(q_THD, kv_TKD, scale), MASKED)
-    peak_TH = jnp.max(logits_THK, axis=-1)
+    peak_TH = jax.lax.stop_gradient(jnp.max(logits_THK, axis=-1))  # its gradient cancels
     weights_THK = jnp.exp(logits_THK - peak_TH[..., None])
     total_TH = jnp.sum(weights_THK, axis=-1)
     out_THU = jnp.einsum(
