@@ -1,4 +1,4 @@
-"""Dense base for the default run: ordinary pre-training of the real architecture at 1.5M parameters.
+"""Dense base for the default run: ordinary pre-training of the real architecture at 1.2M parameters.
 
 Command: python -m train.pretrain --config dense.py
 Hardware: two CPU cores.
@@ -11,15 +11,15 @@ from train.optimizer import OptimizerConfig, Schedule
 from train.run_config import RunConfig, StageConfig
 from train.step import LossConfig
 
-STEPS = 1000
+STEPS = 700
 
 
 def get_config() -> RunConfig:
     """Return the run."""
     return RunConfig(
         model=config.cpu_1m(),
-        data=DataConfig(seq_len=256, batch_size=4, seed=0),
-        checkpoint=CheckpointConfig(every_steps=250, keep_last=1, keep_best=0),
+        data=DataConfig(seq_len=256, batch_size=8, seed=0),
+        checkpoint=CheckpointConfig(every_steps=350, keep_last=1, keep_best=0),
         dense=StageConfig(
             steps=STEPS,
             optimizer=OptimizerConfig(

@@ -11,7 +11,7 @@ from train.optimizer import OptimizerConfig, Schedule
 from train.run_config import EvidenceConfig, RunConfig, StageConfig
 from train.step import LossConfig
 
-STEPS = 150
+STEPS = 100
 
 CAVEAT = """\
 What this does not show. A base this small, trained on this few tokens, is local: most of its attention lies on the last

@@ -345,11 +345,11 @@ def gpu_100m() -> ModelConfig:
 
 
 def cpu_1m() -> ModelConfig:
-    """Return a byte-level model of about 1.5M parameters, for minutes on two CPU cores."""
+    """Return a byte-level model of about 1.2M parameters, for minutes on two CPU cores."""
     return ModelConfig(
         vocab_size=264,
         dim=128,
-        n_layers=4,
+        n_layers=3,
         n_dense_layers=1,
         ffn_dim=256,
         mla=MLAConfig(
