@@ -177,10 +177,11 @@ def test_the_order_of_slots_does_not_matter(rng):
 
 def test_unlisted_rows_that_are_nan_spoil_nothing(rng):
     q, kv, idx = draw(rng, (), 5, 9, 6)
-    idx = np.where(idx == 0, 3, idx)  # row 0 is read by no valid slot, but there are -1 and 9
+    # No valid slot reads the first or the last row, but there are -1 and 9.
+    idx = np.where((idx == 0) | (idx == 8), 3, idx)
     idx[:, 0] = -1
     check_gradient(q, kv, idx)
-    kv[0] = np.nan
+    kv[0] = kv[8] = np.nan
 
     loss = lambda q, kv: jnp.sum(run(q, kv, idx, 6)[0])  # noqa: E731
     grads = jax.grad(loss, argnums=(0, 1))(jnp.asarray(q), jnp.asarray(kv))
