@@ -129,6 +129,22 @@ class Boundary:
         return f"{what}; the traceback is in {path}"
 
 
+@contextlib.contextmanager
+def wrong_usage() -> Iterator[None]:
+    """Count what a person can put right, raised in the `with` block, as wrong usage: nothing has been started yet.
+
+    Raises:
+      UsageError: in place of our own ValueErrors and of files that do not exist.
+    """
+    try:
+        yield
+    except (ValueError, NotImplementedError, FileNotFoundError) as error:
+        line = _line_for(error)
+        if line is None:
+            raise
+        raise errors.UsageError(line) from error
+
+
 def process_index() -> int:
     """Return this process's number without starting JAX's backends in a single process.
 

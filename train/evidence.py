@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Int
 
 from dsv32_jax import parameters, segments
 from dsv32_jax.block import LayerStats
@@ -20,15 +21,15 @@ from train.losses import Batch
 from train.recall import CHOICES, RecallSums, recall_probe
 from train.run_config import EvidenceConfig
 
-# What is measured: the model after which leg, under which attention. The warm-up moves only the indexers, so the
-# warmed model read densely is the dense model.
-LOSSES: dict[str, tuple[str, AttentionMode]] = {
-    "dense": ("warmup", "dense"),
-    "sparse_untrained": ("dense", "sparse"),
-    "sparse_warmup": ("warmup", "sparse"),
-    "sparse": ("sparse", "sparse"),
-    "dense_control": ("dense_control", "dense"),
-    "window_control": ("window_control", "window"),
+# What is measured: the model after which leg, under which attention. The warm-up moves only the indexers, so that
+# read densely the dense and the warmed model are one; a run may have only one of them.
+LOSSES: dict[str, tuple[tuple[str, ...], AttentionMode]] = {
+    "dense": (("dense", "warmup"), "dense"),
+    "sparse_untrained": (("dense",), "sparse"),
+    "sparse_warmup": (("warmup",), "sparse"),
+    "sparse": (("sparse",), "sparse"),
+    "dense_control": (("dense_control",), "dense"),
+    "window_control": (("window_control",), "window"),
 }
 # Differences a reader asks for, first minus second, as a share of the second.
 GAPS = (
@@ -45,15 +46,29 @@ class RowLosses(NamedTuple):
 
     Attributes:
         total: float64 [N], sum over the row's predicted tokens.
-        count: float64 [N], their number.
-        beyond_total: float64 [N], the sum over tokens with more than k keys before them.
-        beyond_count: float64 [N], their number.
+        tokens: float64 [N], their number.
+        beyond_total: float64 [N], the sum over tokens with more than k keys, themselves included.
+        beyond_tokens: float64 [N], their number.
     """
 
     total: np.ndarray
-    count: np.ndarray
+    tokens: np.ndarray
     beyond_total: np.ndarray
-    beyond_count: np.ndarray
+    beyond_tokens: np.ndarray
+
+
+def beyond_topk(segment_ids: Int[Array, "B T"], topk: int) -> Bool[Array, "B T"]:
+    """Tell which tokens predict one, and have more than topk keys to choose from, themselves included.
+
+    Args:
+        segment_ids: int32, 0 for padding.
+        topk: k.
+
+    Returns:
+        The mask.
+    """
+    far = segments.from_ids(segment_ids).position >= topk
+    return far & segments.next_is_same(segment_ids)
 
 
 @functools.cache
@@ -63,9 +78,7 @@ def _loss_fn(cfg: ModelConfig, mode: AttentionMode) -> Callable[[Parameters, Bat
         output = model(batch.tokens, batch.segment_ids, mode=mode)
         loss_BT = losses.next_token(model, output.hidden, batch)
         predicts_BT = segments.next_is_same(batch.segment_ids)
-        beyond_BT = predicts_BT & (
-            segments.from_ids(batch.segment_ids).position >= cfg.indexer.topk
-        )
+        beyond_BT = beyond_topk(batch.segment_ids, cfg.indexer.topk)
         sums = (loss_BT, predicts_BT, jnp.where(beyond_BT, loss_BT, 0.0), beyond_BT)
         return tuple(jnp.sum(x, axis=1, dtype=jnp.float32) for x in sums)
 
@@ -201,33 +214,35 @@ def loss_figures(measured: dict[str, RowLosses]) -> dict[str, float]:
     """
     figures = {}
     for name, loss in measured.items():
-        mean, error = mean_and_stderr(loss.total, loss.count)
+        mean, error = mean_and_stderr(loss.total, loss.tokens)
         figures[f"lm_loss/{name}"], figures[f"lm_loss/{name}_stderr"] = mean, error
     for first, second in GAPS:
         if first not in measured or second not in measured:
             continue
         a, b = measured[first], measured[second]
-        base = b.total.sum() / b.count.sum()
-        mean, error = mean_and_stderr(a.total - b.total, b.count)
+        base = b.total.sum() / b.tokens.sum()
+        mean, error = mean_and_stderr(a.total - b.total, b.tokens)
         figures[f"gap/{first}-{second}"] = mean / base
         figures[f"gap/{first}-{second}_stderr"] = error / base
-        base = b.beyond_total.sum() / b.beyond_count.sum()
-        mean, error = mean_and_stderr(a.beyond_total - b.beyond_total, b.beyond_count)
+        base = b.beyond_total.sum() / b.beyond_tokens.sum()
+        mean, error = mean_and_stderr(a.beyond_total - b.beyond_total, b.beyond_tokens)
         figures[f"gap_beyond_topk/{first}-{second}"] = mean / base
         figures[f"gap_beyond_topk/{first}-{second}_stderr"] = error / base
-    if "sparse_untrained" in measured:
+    if "sparse_untrained" in measured and "sparse_warmup" in measured:
         opened = figures["lm_loss/sparse_untrained"] - figures["lm_loss/dense"]
         left = figures["lm_loss/sparse_warmup"] - figures["lm_loss/dense"]
         figures["gap_closed_by_warmup"] = 1.0 - left / opened
     return figures
 
 
-def recall_figures(cfg: ModelConfig, warmed: RecallSums, final: RecallSums) -> dict[str, float]:
+def recall_figures(
+    cfg: ModelConfig, warmed: RecallSums | None, final: RecallSums
+) -> dict[str, float]:
     """Name the recalls; means are over the main layers.
 
     Args:
         cfg: The model.
-        warmed: After the warm-up.
+        warmed: After the warm-up, where that model is at hand.
         final: After the sparse stage, against that model's own dense attention.
 
     Returns:
@@ -236,6 +251,8 @@ def recall_figures(cfg: ModelConfig, warmed: RecallSums, final: RecallSums) -> d
     """
     figures: dict[str, float] = {}
     for prefix, recall in (("recall", final), ("recall_warmup", warmed)):
+        if recall is None:
+            continue
         columns = {choice: getattr(recall, choice) for choice in CHOICES}
         columns["normalised"] = normalised(recall, "indexer")
         columns["window_normalised"] = normalised(recall, "window")
@@ -248,29 +265,33 @@ def recall_figures(cfg: ModelConfig, warmed: RecallSums, final: RecallSums) -> d
 
 
 def kl_figures(
-    cfg: ModelConfig, untrained: RecallSums | None, warmed: RecallSums
+    cfg: ModelConfig, untrained: RecallSums | None, warmed: RecallSums | None
 ) -> dict[str, float]:
     """Name the held-out KLs of the warm-up; means are over the main layers.
 
     Args:
         cfg: The model.
         untrained: Of the dense model with its untrained indexer, where it is at hand.
-        warmed: After the warm-up.
+        warmed: After the warm-up, where that model is at hand.
 
     Returns:
         Flat figures in nats per token: `kl/first` before, `kl/last` after the warm-up, `kl/uniform` of a uniform
         guess, and `kl/<layer>/...`.
     """
-    columns = {"last": warmed.kl, "uniform": warmed.uniform}
+    columns: dict[str, np.ndarray | jax.Array] = {}
     if untrained is not None:
-        columns["first"] = untrained.kl
+        columns |= {"first": untrained.kl, "uniform": untrained.uniform}
+    if warmed is not None:
+        columns |= {"last": warmed.kl, "uniform": warmed.uniform}
     figures: dict[str, float] = {}
     for column, values in columns.items():
         figures |= _by_layer(cfg, "kl", column, values)
     return figures
 
 
-def _by_layer(cfg: ModelConfig, prefix: str, column: str, values: np.ndarray) -> dict[str, float]:
+def _by_layer(
+    cfg: ModelConfig, prefix: str, column: str, values: np.ndarray | jax.Array
+) -> dict[str, float]:
     """Name one figure by layer, and its mean over the main layers."""
     names = layer_names(cfg)
     figures = {f"{prefix}/{n}/{column}": float(v) for n, v in zip(names, values, strict=True)}

@@ -2,8 +2,9 @@
 
 import itertools
 import logging
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from dsv32_jax import flops, sharding
 from dsv32_jax.errors import WorkFailedError
 from dsv32_jax.parameters import Parameters
-from train import losses, progress
+from train import progress
 from train import state as states
 from train.checkpoint import Checkpoints
 from train.data import loader
@@ -141,6 +142,7 @@ class _Trainer:
         self._cfg, self._leg, self._mesh = cfg, leg, mesh
         self._checkpoints, self._batches = checkpoints, batches
         self._before, self._began = meta.get("seconds", 0.0), time.monotonic()
+        self._speed_before = meta.get("tokens_per_s", 0.0)
         self._optimizer = make_optimizer(leg.config.optimizer.adam)
         self._layout = states.shardings(cfg.model, self._optimizer, leg.stage, mesh)
         self._guard = LossGuard(cfg.guard)
@@ -153,8 +155,8 @@ class _Trainer:
 
     @property
     def tokens_per_s(self) -> float:
-        """Median over this process's steps; 0 before the second."""
-        return float(np.median(self._speeds)) if self._speeds else 0.0
+        """Median over this process's steps; before its second, the figure of the process before it, or 0."""
+        return float(np.median(self._speeds)) if self._speeds else self._speed_before
 
     def create(self, params: Parameters) -> TrainState:
         """Begin with given parameters and fresh moments."""
@@ -184,8 +186,9 @@ class _Trainer:
                 step += 1
                 self._record(log, step, numbers, rates)
                 self._checkpoints.poll()
-                self._save(step, state, numbers, force=stop.requested or step == steps)
-                if stop.requested and step < steps:
+                stopping = stop.requested  # read once: a signal during the save is the next step's
+                self._save(step, state, numbers, force=stopping or step == steps)
+                if stopping and step < steps:
                     self._checkpoints.wait()
                     raise StoppedError(
                         f"{stop.reason} at step {step} of {leg.name}: saved in "
@@ -228,7 +231,7 @@ class _Trainer:
         if "tokens_per_second" in recorded:
             self._speeds.append(recorded["tokens_per_second"])
         try:
-            self._guard.check(step, values["loss"])
+            self._check(step, values)
         except DivergedError as error:
             self._checkpoints.wait()
             good = self._checkpoints.last_good_path
@@ -236,6 +239,13 @@ class _Trainer:
                 f"the last good checkpoint is {good}" if good else "no checkpoint was saved before"
             )
             raise DivergedError(f"{self._leg.name}: {error}; {rest}") from error
+
+    def _check(self, step: int, values: Mapping[str, float]) -> None:
+        """Look for divergence; a gradient that is no number has spoilt the weights a step before the loss shows it."""
+        self._guard.check(step, values["loss"])
+        for name in ("grad_norm", "indexer_grad_norm"):
+            if not math.isfinite(values.get(name, 0.0)):
+                raise DivergedError(f"the {name} is {values[name]} at step {step}")
 
     def _save(self, step: int, state: TrainState, numbers: StepMetrics, *, force: bool) -> None:
         meta = {
@@ -277,9 +287,9 @@ def held_out_batches(rows: dict[str, np.ndarray], size: int, mesh: Mesh) -> Iter
     where = NamedSharding(mesh, sharding.spec("batch", "sequence"))
     for first in range(0, len(rows["tokens"]), size):
         part = {name: value[first : first + size] for name, value in rows.items()}
-        yield losses.Batch(
+        yield Batch(
             *(
-                jax.make_array_from_callback(value.shape, where, lambda index, v=value: v[index])
-                for value in (part["tokens"], part["segment_ids"])
+                jax.make_array_from_callback(part[name].shape, where, part[name].__getitem__)
+                for name in ("tokens", "segment_ids")
             )
         )

@@ -39,8 +39,16 @@ class Schedule:
         )
         for name in ("warmup_steps", "hold_steps", "decay_steps"):
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
+        require(
+            self.decay_steps > 0 or (self.hold_steps == 0 and self.final == 0),
+            f"hold_steps={self.hold_steps} and final={self.final} need decay_steps above 0",
+        )
         steps = [step for step, _ in self.tail]
         require(steps == sorted(set(steps)), f"tail={self.tail} must have ascending steps")
+        require(
+            all(step >= 1 and rate > 0 for step, rate in self.tail),
+            f"tail={self.tail} must have steps of at least 1 and positive rates",
+        )
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step.

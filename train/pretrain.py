@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dsv32_jax import command_line, json_files, sharding
 from dsv32_jax.errors import UsageError
 from dsv32_jax.parameters import Parameters
 from train import command, evidence, overrides, report
-from train.data import loader
+from train.data import loader, mixture
 from train.data.corpus import Corpus, open_corpora
 from train.loop import Leg, LegResult, run_leg
 from train.recall import RecallSums
@@ -52,7 +53,8 @@ def main(cfg: RunConfig, workdir: Path) -> int:
         0.
 
     Raises:
-        UsageError: If the workdir holds a run of another config.
+        UsageError: If the workdir holds a run of another config, or the config does not fit the devices, the text or
+            the run it starts from.
     """
     began = time.monotonic()
     if cfg.distributed:
@@ -61,16 +63,19 @@ def main(cfg: RunConfig, workdir: Path) -> int:
         logger.info("this run is finished")
         _show_report(workdir)
         return 0
-    mesh = sharding.make_mesh(cfg.mesh)
-    cfg.check_mesh(mesh)
-    with jax.set_mesh(mesh):
-        corpora = open_corpora(cfg.data)
+    with command_line.wrong_usage():
+        mesh = sharding.make_mesh(cfg.mesh)
+        cfg.check_mesh(mesh)
         start = find_start(cfg, mesh)
+        corpora = open_corpora(cfg.data)
+        mixture.check_vocab(corpora, cfg.model.vocab_size)
+        held_out = None if cfg.evidence is None else _held_out_rows(cfg, cfg.evidence, corpora)
+    with jax.set_mesh(mesh):
         legs = legs_of(cfg, workdir, start)
         results = _run_stages(cfg, mesh, corpora, legs, start)
         figures: dict[str, Any] = {}
-        if cfg.evidence is not None:
-            figures = _gather_evidence(cfg, cfg.evidence, mesh, corpora, legs, start)
+        if cfg.evidence is not None and held_out is not None:
+            figures = _gather_evidence(cfg, cfg.evidence, mesh, held_out, legs, start)
     figures |= {f"tokens_per_s/{name}": result.tokens_per_s for name, result in results.items()}
     earlier = sum(result.seconds_before for result in results.values())
     figures["wall_s"] = earlier + time.monotonic() - began
@@ -84,10 +89,11 @@ def main(cfg: RunConfig, workdir: Path) -> int:
 
 
 def _is_finished(cfg: RunConfig, workdir: Path) -> bool:
-    """Compare the config with the workdir's; write it down where the run is new or may go on."""
+    """Compare the config with the workdir's; write it down where nothing is trained yet or the run may go on."""
     path = workdir / CONFIG_FILE
     now = json.loads(json.dumps(overrides.to_json_dict(cfg)))
-    if path.is_file():
+    trained = [*workdir.glob("checkpoints/*"), *workdir.glob("stages/*/checkpoints/*")]
+    if path.is_file() and trained:
         before = json.loads(path.read_text())
         changed = [
             line for line in overrides.config_diff(before, now) if not _may_change(cfg, line)
@@ -174,19 +180,32 @@ def _restoring(cfg: RunConfig, folder: Path, mesh: Mesh) -> Callable[[], Paramet
     return lambda: restore_parameters(cfg, folder, mesh)
 
 
+def _held_out_rows(
+    cfg: RunConfig, settings: EvidenceConfig, corpora: Sequence[Corpus]
+) -> loader.Batch:
+    """Return the rows to measure on, found before hours are spent on training."""
+    data, topk = cfg.stage_data("sparse"), cfg.model.indexer.topk
+    rows = loader.heldout_rows(data, settings.rows, vocab_size=cfg.model.vocab_size, opened=corpora)
+    if not evidence.beyond_topk(jnp.asarray(rows["segment_ids"]), topk).any():
+        raise ValueError(
+            f"evidence: no held-out document has more than model.indexer.topk={topk} tokens, "
+            "so that nothing is ever left out"
+        )
+    return rows
+
+
 def _gather_evidence(
     cfg: RunConfig,
     settings: EvidenceConfig,
     mesh: Mesh,
-    corpora: Sequence[Corpus],
+    rows: loader.Batch,
     legs: list[Leg],
     start: Start,
 ) -> dict[str, float]:
     """Measure the models of all legs on held-out text, one model in memory at a time."""
-    data = legs[-1].data
-    rows = loader.heldout_rows(data, settings.rows, vocab_size=cfg.model.vocab_size, opened=corpora)
     loads = {leg.name: _restoring(cfg, leg.folder, mesh) for leg in legs}
-    loads.setdefault("warmup", start.load)
+    if start.done in ("dense", "warmup"):
+        loads.setdefault(start.done, start.load)
     if settings.controls:
         controls = control_legs(cfg, legs[-1].folder)
         loads |= {leg.name: _restoring(cfg, leg.folder, mesh) for leg in controls}
@@ -195,8 +214,8 @@ def _gather_evidence(
     for name, load in loads.items():
         logger.info("measuring the model after %s on %d held-out rows", name, settings.rows)
         params = load()
-        for loss_name, (leg_name, mode) in evidence.LOSSES.items():
-            if leg_name == name:
+        for loss_name, (leg_names, mode) in evidence.LOSSES.items():
+            if name in leg_names and loss_name not in losses:
                 losses[loss_name] = evidence.row_losses(
                     cfg.model, params, mode, rows, settings, mesh
                 )
@@ -204,8 +223,8 @@ def _gather_evidence(
             recalls[name] = evidence.recall_by_layer(cfg.model, params, rows, settings, mesh)
     return (
         evidence.loss_figures(losses)
-        | evidence.recall_figures(cfg.model, recalls["warmup"], recalls["sparse"])
-        | evidence.kl_figures(cfg.model, recalls.get("dense"), recalls["warmup"])
+        | evidence.recall_figures(cfg.model, recalls.get("warmup"), recalls["sparse"])
+        | evidence.kl_figures(cfg.model, recalls.get("dense"), recalls.get("warmup"))
     )
 
 

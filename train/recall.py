@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from dsv32_jax.mla import AttentionTensors, Probe
@@ -30,14 +31,14 @@ class RecallSums(NamedTuple):
         tokens: All rows.
     """
 
-    indexer: Float[Array, "*L"]
-    random: Float[Array, "*L"]
-    window: Float[Array, "*L"]
-    oracle: Float[Array, "*L"]
-    rows: Float[Array, "*L"]
-    kl: Float[Array, "*L"]
-    uniform: Float[Array, "*L"]
-    tokens: Float[Array, "*L"]
+    indexer: Float[Array | np.ndarray, "*L"]
+    random: Float[Array | np.ndarray, "*L"]
+    window: Float[Array | np.ndarray, "*L"]
+    oracle: Float[Array | np.ndarray, "*L"]
+    rows: Float[Array | np.ndarray, "*L"]
+    kl: Float[Array | np.ndarray, "*L"]
+    uniform: Float[Array | np.ndarray, "*L"]
+    tokens: Float[Array | np.ndarray, "*L"]
 
 
 def recall_probe(topk: int) -> Probe:

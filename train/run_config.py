@@ -15,6 +15,8 @@ from train.optimizer import OptimizerConfig
 from train.stage import INDEXER_TRAINS, MAIN_TRAINS, Stage
 from train.step import LossConfig
 
+ORDER: tuple[Stage, ...] = ("dense", "warmup", "sparse")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig:
@@ -40,6 +42,9 @@ class StageConfig:
         """Check ranges."""
         require(self.steps >= 1, f"steps={self.steps} must be at least 1")
         require(self.microbatches >= 1, f"microbatches={self.microbatches} must be at least 1")
+        for name, least in (("seq_len", 2), ("batch_size", 1)):
+            value = getattr(self, name)
+            require(value is None or value >= least, f"{name}={value} must be at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +147,7 @@ class RunConfig:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The stages in order."""
-        order: tuple[Stage, ...] = ("dense", "warmup", "sparse")
-        return tuple(stage for stage in order if getattr(self, stage) is not None)
+        return tuple(stage for stage in ORDER if getattr(self, stage) is not None)
 
     def stage_config(self, stage: Stage) -> StageConfig:
         """Return the settings of one of the run's stages."""
@@ -158,7 +162,7 @@ class RunConfig:
             self.data,
             seq_len=cfg.seq_len or self.data.seq_len,
             batch_size=cfg.batch_size or self.data.batch_size,
-            seed=(self.data.seed + self.stages.index(stage)) % 2**32,
+            seed=(self.data.seed + ORDER.index(stage)) % 2**32,
         )
 
     def check_mesh(self, mesh: Mesh) -> None:

@@ -21,7 +21,7 @@ class Start(NamedTuple):
     """The beginning of a run.
 
     Attributes:
-        done: The stage the parameters have been through; None for a new model.
+        done: The stage the parameters have been through; None for a new model, or one that no run here has made.
         load: Returns the parameters.
     """
 
@@ -50,7 +50,8 @@ def find_start(cfg: RunConfig, mesh: Mesh) -> Start:
     newest = Checkpoints(folder / "checkpoints", cfg.checkpoint).newest_meta()
     if newest is None:
         raise FileNotFoundError(f"init_from={folder} holds no finished checkpoint in checkpoints/")
-    done = newest[1]["stage"].removesuffix("_control")
+    stage = newest[1].get("stage")
+    done = None if stage is None else stage.removesuffix("_control")
     return Start(done, lambda: restore_parameters(cfg, folder, mesh))
 
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
 
 from dsv32_jax import parameters
 from dsv32_jax.config import ModelConfig
@@ -16,7 +15,7 @@ from train.stage import Stage
 
 
 class TrainState(NamedTuple):
-    """Everything a step reads and writes.
+    """Everything a step reads and writes; `abstract` and `shardings` fill the same tree with other leaves.
 
     Attributes:
         parameters: All of the model, float32.
@@ -26,7 +25,7 @@ class TrainState(NamedTuple):
 
     parameters: Parameters
     opt_state: Any
-    step: Int[Array, ""]
+    step: Any
 
 
 def trains(stage: Stage, name: str) -> bool:

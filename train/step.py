@@ -26,7 +26,8 @@ class LossConfig:
     """Coefficients of the losses; None turns one off, a zero is an error.
 
     Attributes:
-        mtp: lambda of the multi-token prediction; unused where the model has no MTP module.
+        mtp: lambda of the multi-token prediction; None leaves the MTP module as it is outside the warm-up; unused
+            where the model has none.
         balance: alpha of the sequence-wise balance loss.
         bias_rate: gamma, the step of the router bias.
         kl: Factor on the indexer's KL, a mean over tokens summed over layers.
@@ -126,7 +127,7 @@ def gradients(
         (gradients by name, loss sums of the batch, tokens per expert by router-bias name).
     """
     weights = losses.weights(batch.segment_ids)
-    run_mtp = cfg.mtp and (stage == "warmup" or loss_cfg.mtp is not None)
+    run_mtp = _runs_mtp(cfg, loss_cfg, stage)
 
     def loss_fn(moving: Arrays, micro: Batch) -> tuple[Array, tuple[LossSums, Arrays]]:
         model = parameters.assemble(cfg, params._replace(weights=params.weights | moving))
@@ -160,6 +161,10 @@ def gradients(
     return jax.lax.scan(add, (grads, sums, loads), micros)[0]
 
 
+def _runs_mtp(cfg: ModelConfig, loss_cfg: LossConfig, stage: Stage) -> bool:
+    return cfg.mtp and (stage == "warmup" or loss_cfg.mtp is not None)
+
+
 @functools.cache
 def make_step(
     cfg: ModelConfig,
@@ -187,7 +192,12 @@ def make_step(
         grads, sums, loads = gradients(cfg, loss_cfg, stage, params, batch, microbatches)
         moving = trainable(stage, params.weights)
         updates, opt_state = optimizer.update(grads, state.opt_state, moving)
-        new_weights = params.weights | apply_updates(moving, updates, rates)
+        moved = apply_updates(moving, updates, rates)
+        if not _runs_mtp(
+            cfg, loss_cfg, stage
+        ):  # no gradient, and weight decay alone would shrink it
+            moved = {name: value for name, value in moved.items() if not name.startswith("mtp.")}
+        new_weights = params.weights | moved
         bias = params.router_bias
         if stage in MAIN_TRAINS and loss_cfg.bias_rate is not None:
             bias = bias | parameters.load_balance_step(
