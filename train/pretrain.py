@@ -23,7 +23,7 @@ from train.recall import RecallSums
 from train.run_config import EvidenceConfig, RunConfig
 from train.start import Start, find_start, restore_parameters
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("train.pretrain")  # as a command __name__ is __main__
 
 ABOUT = command.CommandHelp(
     name="python -m train.pretrain",

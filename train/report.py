@@ -112,8 +112,8 @@ def _draw_losses(axes: matplotlib.axes.Axes, figures: Mapping[str, float]) -> No
     values = [figures[f"lm_loss/{name}"] for name in names]
     errors = [figures[f"lm_loss/{name}_stderr"] for name in names]
     axes.barh([LABELS[name] for name in names], values, xerr=errors, color="#1f77b4", alpha=0.8)
-    for i, value in enumerate(values):
-        axes.text(value, i, f" {value:.3f}", va="center", ha="left")
+    for i, (value, error) in enumerate(zip(values, errors, strict=True)):
+        axes.text(value + error, i, f" {value:.3f}", va="center", ha="left")
     axes.invert_yaxis()
     axes.set_xlabel("held-out loss, nats/token")
     axes.set_title("Losses")
@@ -128,7 +128,7 @@ def _draw_recall(
         heights = [figures[f"recall/{layer}/{choice}"] for layer in layers]
         axes.bar(place + (i - 1.5) * width, heights, width, label=choice, color=COLOURS[choice])
     axes.set_xticks(place, layers)
-    axes.set_ylim(0, 1)
+    axes.set_ylim(0, 1.12)  # room for the legend
     axes.set_ylabel("attention mass kept")
     axes.set_title("Recall by layer, rows with more than k keys")
     axes.legend(frameon=False, ncols=len(CHOICES))
@@ -153,5 +153,5 @@ def _draw_curve(
             first = int(steps[-1])
     axes.set_xlabel("step")
     axes.set_ylabel(label)
-    axes.set_yscale("log")
+    axes.set_yscale("log" if metric == "kl" else "linear")
     axes.legend(frameon=False)
