@@ -82,7 +82,7 @@ def test_every_preset_builds(name):
         ("v32_16b", 15e9, 18e9),
         ("v32_1b", 0.7e9, 1.3e9),
         ("gpu_100m", 7e7, 1.4e8),
-        ("cpu_2m", 2e6, 4e6),
+        ("cpu_1m", 0.8e6, 1.4e6),
     ],
 )
 def test_presets_have_about_the_size_they_are_named_for(name, low, high):
