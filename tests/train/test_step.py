@@ -152,6 +152,29 @@ def test_a_coefficient_that_turns_a_loss_off_by_a_number_is_refused(name, value)
         LossConfig(**{name: value})
 
 
+def test_the_router_bias_moves_once_a_step_against_the_load_of_the_whole_batch(
+    one_layer, one_layer_parameters, gradients, padded, mesh
+):
+    _, _, loads = gradients("dense", padded, 2)
+    optimizer = make_optimizer(AdamConfig())
+    layout = states.shardings(one_layer, optimizer, "dense", mesh)
+    start = states.create(jax.tree.map(jnp.array, one_layer_parameters), optimizer, "dense", layout)
+    run = step.make_step(one_layer, ALL_ON, AdamConfig(), "dense", 2)
+
+    after, _ = run(start, padded, Rates(np.float32(0.1), np.float32(0.0)))
+
+    n_tokens, n_with_next = 60, 52  # an expert layer sees every token, MTP's those with a successor
+    assert after.parameters.router_bias.keys() == loads.keys()
+    for name, bias in one_layer_parameters.router_bias.items():
+        load = np.asarray(loads[name])
+        assert load.sum() == 2 * (n_with_next if name.startswith("mtp.") else n_tokens)
+        moved = bias + np.float32(1e-3) * np.sign(load.mean(-1, keepdims=True) - load)
+        found = after.parameters.router_bias[name]
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, moved, atol=1e-7)
+        assert np.unique(np.sign(found - bias)).size > 1
+
+
 def test_what_is_turned_off_leaves_the_router_bias_and_the_mtp_module_as_they_were(
     one_layer, one_layer_parameters, packed, mesh
 ):
