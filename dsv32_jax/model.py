@@ -14,6 +14,10 @@ from dsv32_jax.config import ModelConfig, Remat
 from dsv32_jax.mla import AttentionMode, Probe
 from dsv32_jax.mtp import MTP
 
+# Products of float32 arrays (the router, the head, all of a float32 model) are computed in float32 on every backend;
+# by default a TPU takes one bfloat16 pass and a GPU may use TF32. Products of bfloat16 arrays do not change.
+FLOAT32_PRODUCTS = "highest"
+
 
 class ModelOutput(NamedTuple):
     """What a forward pass returns.
@@ -99,13 +103,16 @@ class DeepSeekV32(nnx.Module):
                 keep_hidden=keep_hidden,
             )
 
-        stream = self._embed(tokens).astype(jnp.float32)
-        stream, dense = _scan(run_layer, stream, self.dense_layers, self.cfg)
-        stream, moe = _scan(run_layer, stream, self.moe_layers, self.cfg)
-        hidden = self.norm(stream).astype(self.cfg.dtype)
-        mtp_hidden = mtp = None
-        if run_mtp:
-            mtp_hidden, mtp = self._run_mtp(hidden, tokens, segment_ids, mode, indexer_loss, probe)
+        with jax.default_matmul_precision(FLOAT32_PRODUCTS):
+            stream = self._embed(tokens).astype(jnp.float32)
+            stream, dense = _scan(run_layer, stream, self.dense_layers, self.cfg)
+            stream, moe = _scan(run_layer, stream, self.moe_layers, self.cfg)
+            hidden = self.norm(stream).astype(self.cfg.dtype)
+            mtp_hidden = mtp = None
+            if run_mtp:
+                mtp_hidden, mtp = self._run_mtp(
+                    hidden, tokens, segment_ids, mode, indexer_loss, probe
+                )
         return ModelOutput(hidden, mtp_hidden, dense, moe, mtp)
 
     def logits(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -117,7 +124,8 @@ class DeepSeekV32(nnx.Module):
         Returns:
             float32 logits.
         """
-        return layers.project("btd,dv->btv", hidden_BTD.astype(jnp.float32), self.head)
+        with jax.default_matmul_precision(FLOAT32_PRODUCTS):
+            return layers.project("btd,dv->btv", hidden_BTD.astype(jnp.float32), self.head)
 
     def _embed(self, tokens: Array) -> Array:
         embedded = self.embed[...].astype(self.cfg.dtype)[tokens]

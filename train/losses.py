@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv32_jax import segments, sharding
 from dsv32_jax.block import LayerStats
-from dsv32_jax.model import DeepSeekV32, ModelOutput
+from dsv32_jax.model import FLOAT32_PRODUCTS, DeepSeekV32, ModelOutput
 
 VOCAB_CHUNK = 16384  # logits of more columns than this are never alive at once
 
@@ -105,7 +105,9 @@ def cross_entropy(
         peak_N, total_N, target_N = carry
         offset, head_DW = chunk
         column_W = columns_W + offset
-        logits_NW = jnp.where(column_W < vocab, hidden_ND @ head_DW, -jnp.inf)
+        logits_NW = jnp.where(
+            column_W < vocab, jnp.matmul(hidden_ND, head_DW, precision=FLOAT32_PRODUCTS), -jnp.inf
+        )
         new_peak_N = jnp.maximum(peak_N, jax.lax.stop_gradient(jnp.max(logits_NW, axis=1)))
         total_N = total_N * jnp.exp(peak_N - new_peak_N)
         total_N += jnp.sum(jnp.exp(logits_NW - new_peak_N[:, None]), axis=1)
