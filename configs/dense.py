@@ -19,7 +19,7 @@ def get_config() -> RunConfig:
     return RunConfig(
         model=config.cpu_1m(),
         data=DataConfig(seq_len=256, batch_size=8, seed=0),
-        checkpoint=CheckpointConfig(every_steps=350, keep_last=1, keep_best=0),
+        checkpoint=CheckpointConfig(every_steps=350, keep_last=2, keep_best=0),
         dense=StageConfig(
             steps=STEPS,
             optimizer=OptimizerConfig(

@@ -49,6 +49,6 @@ def get_config() -> RunConfig:
         dense=dense,
         warmup=warmup,
         sparse=sparse,
-        checkpoint=CheckpointConfig(every_steps=200, keep_last=1, keep_best=0),
+        checkpoint=CheckpointConfig(every_steps=200, keep_last=2, keep_best=0),
         evidence=EvidenceConfig(rows=96, rows_per_batch=4, caveat=CAVEAT),
     )

@@ -1,6 +1,6 @@
 """The shell around every command: errors as one line, an exit status, and logging.
 
-Exit status: 0 done, 1 the work failed, 2 wrong usage, 130 interrupted.
+Exit status: 0 done, 1 the work failed, 2 wrong usage, 130 stopped by SIGINT, 143 by SIGTERM.
 """
 
 import argparse
@@ -8,6 +8,7 @@ import contextlib
 import errno
 import logging
 import os
+import signal
 import sys
 import traceback
 import types
@@ -23,6 +24,7 @@ from dsv32_jax import errors
 PACKAGES = ("train", "dsv32_jax", "pallas_kernels", "configs")
 TRACEBACK_VARIABLE = "DSV32_TRACEBACK"
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+TERMINATED = 143  # 128 + SIGTERM
 CLEAR_LINE = "\r\x1b[K"
 
 
@@ -99,7 +101,10 @@ class Boundary:
             return True
         if self.shows_tracebacks:
             traceback.print_exception(error)
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, TerminatedError):
+            self.status = TERMINATED
+            _say("stopped by SIGTERM; run the same command to go on")
+        elif isinstance(error, KeyboardInterrupt):
             self.status = INTERRUPTED
             _say("interrupted")
         elif (line := _line_for(error)) is not None:
@@ -143,6 +148,29 @@ def wrong_usage() -> Iterator[None]:
         if line is None:
             raise
         raise errors.UsageError(line) from error
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM came where nothing could be saved, such as in a compilation."""
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Turn SIGTERM into TerminatedError in the `with` block, so that the command says one line before it ends.
+
+    Raises:
+      TerminatedError: the signal came.
+    """
+
+    def stop(number: int, frame: types.FrameType | None) -> None:
+        del number, frame
+        raise TerminatedError
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def process_index() -> int:

@@ -83,7 +83,8 @@ def _fill(sizes: list[int], total: int, kind: str) -> list[int]:
     shape = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
     require(
         math.prod(filled) == total,
-        f"mesh {kind} axes ({shape}) do not make {total}: {known} must "
+        f"mesh.{kind}_* axes ({shape}) do not make the {total} "
+        f"{'devices' if kind == 'ici' else 'slices'}: {known} must "
         + ("divide it" if -1 in sizes else "equal it"),
     )
     return filled

@@ -46,7 +46,11 @@ def run_command(
     Returns:
       The exit status, for `sys.exit`.
     """
-    with command_line.Boundary() as boundary, command_line.logging_to_stderr():
+    with (
+        command_line.Boundary() as boundary,
+        command_line.logging_to_stderr(),
+        command_line.sigterm_raises(),
+    ):
         args = _parser(about).parse_intermixed_args(argv)
         cfg = overrides.apply_overrides(config_file.load_config(args.config), args.overrides)
         workdir = args.workdir or Path("runs") / Path(args.config).stem

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -67,7 +68,12 @@ class LegResult(NamedTuple):
 
 
 class StoppedError(WorkFailedError):
-    """A signal stopped the run; it goes on when the command is run again."""
+    """A signal stopped the run; it goes on when the command is run again. Exit status 128 + the signal's number."""
+
+    def __init__(self, reason: str, message: str):
+        """Keep the message; `reason` is the signal's name."""
+        super().__init__(message)
+        self.exit_status = 128 + signal.Signals[reason].value
 
 
 def run_leg(
@@ -191,8 +197,9 @@ class _Trainer:
                 if stopping and step < steps:
                     self._checkpoints.wait()
                     raise StoppedError(
+                        stop.reason,
                         f"{stop.reason} at step {step} of {leg.name}: saved in "
-                        f"{self._checkpoints.last_good_path}; run the same command to go on"
+                        f"{self._checkpoints.last_good_path}; run the same command to go on",
                     )
 
     def _work(self) -> progress.Work:

@@ -188,7 +188,7 @@ class RunConfig:
         for stage in self.stages:
             data = self.stage_data(stage)
             rows = data.batch_size // self.stage_config(stage).microbatches
-            divides(rows, f"{stage} rows per microbatch", *BATCH_AXES)
+            divides(rows, f"{stage} batch_size / microbatches", *BATCH_AXES)
             divides(data.seq_len, f"{stage} seq_len", "context", "tensor")
         if self.evidence is not None:
             divides(self.evidence.rows_per_batch, "evidence.rows_per_batch", *BATCH_AXES)

@@ -1,5 +1,6 @@
 """Where a run begins: a new model, or the parameters that another run ended with."""
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,10 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from dsv32_jax import parameters
+from dsv32_jax.config import ModelConfig
+from dsv32_jax.config_json import config_from_json
 from dsv32_jax.parameters import Parameters
+from train import overrides
 from train import state as states
 from train.checkpoint import Checkpoints
 from train.run_config import RunConfig
@@ -47,12 +51,32 @@ def find_start(cfg: RunConfig, mesh: Mesh) -> Start:
     if cfg.init_from is None:
         return Start(None, lambda: parameters.initialise(cfg.model, cfg.seed, mesh))
     folder = Path(cfg.init_from)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"init_from={folder}: no such folder")
+    if folder.name.isdecimal() and folder.parent.name == "checkpoints":
+        raise ValueError(
+            f"init_from={folder} is one step; give the run's folder {folder.parent.parent}"
+        )
+    _check_model(cfg, folder)
     newest = Checkpoints(folder / "checkpoints", cfg.checkpoint).newest_meta()
     if newest is None:
         raise FileNotFoundError(f"init_from={folder} holds no finished checkpoint in checkpoints/")
     stage = newest[1].get("stage")
     done = None if stage is None else stage.removesuffix("_control")
     return Start(done, lambda: restore_parameters(cfg, folder, mesh))
+
+
+def _check_model(cfg: RunConfig, folder: Path) -> None:
+    """Refuse another model's run before anything is read, naming the fields that differ."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return  # the arrays' shapes are compared when they are read
+    before = json.loads(path.read_text()).get("model", {})
+    now = json.loads(json.dumps(overrides.to_json_dict(cfg.model)))
+    other = config_from_json(ModelConfig, before)
+    if parameters.abstract(other) != parameters.abstract(cfg.model):
+        changed = "; ".join(f"model.{line}" for line in overrides.config_diff(before, now))
+        raise ValueError(f"init_from={folder} is of another model ({changed})")
 
 
 def restore_parameters(cfg: RunConfig, folder: Path, mesh: Mesh) -> Parameters:

@@ -1,6 +1,8 @@
 import errno
 import importlib.machinery
 import logging
+import os
+import signal
 import sys
 
 import jax
@@ -230,3 +232,12 @@ def test_on_a_terminal_a_line_wipes_the_progress_line_before_it(shell, monkeypat
     _, _, err = shell(our_value_error)
 
     assert err.startswith("\r\x1b[Kerror: ")
+
+
+def test_sigterm_outside_a_step_is_one_line(capsys):
+    with command_line.Boundary() as boundary, command_line.sigterm_raises():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert boundary.status == 143
+    assert capsys.readouterr().err == "stopped by SIGTERM; run the same command to go on\n"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

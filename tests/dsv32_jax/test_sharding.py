@@ -93,10 +93,11 @@ def test_one_device_makes_a_mesh_of_every_axis():
     [
         (
             {"ici_tensor": 2},
-            r"mesh ici axes \(data=1, fsdp=-1, expert=1, tensor=2, context=1\) do not make 1: 2 must divide it",
+            r"mesh.ici_\* axes \(data=1, fsdp=-1, expert=1, tensor=2, context=1\) do not make the 1 "
+            "devices: 2 must divide it",
         ),
-        ({"ici_fsdp": 1, "ici_data": 4}, "do not make 1: 4 must equal it"),
-        ({"dcn_data": 2}, r"mesh dcn axes .* do not make 1: 2 must equal it"),
+        ({"ici_fsdp": 1, "ici_data": 4}, "do not make the 1 devices: 4 must equal it"),
+        ({"dcn_data": 2}, r"mesh.dcn_\* axes .* do not make the 1 slices: 2 must equal it"),
     ],
 )
 def test_a_mesh_that_does_not_fit_the_devices_is_refused(fields, message):

@@ -175,9 +175,9 @@ def shell(run_with_evidence, config_text, tmp_path, capsys):
         ("model.vocab_size=100", "vocabulary too small: vocab_size=100"),
         ("model.indexer.topk=16", "model.indexer.topk=16 must be below the warmup stage's seq_len=16"),
         ("sparse.microbatches=3", "sparse.microbatches=3 must divide the batch of 4 rows"),
-        ("mesh.ici_tensor=3", "mesh ici axes"),
+        ("mesh.ici_tensor=3", "mesh.ici_* axes"),
         ("evidence.rows=100000", "n_rows=100000 must be in [1, "),
-        ("init_from=nowhere", "init_from=nowhere holds no finished checkpoint"),
+        ("init_from=nowhere", "init_from=nowhere: no such folder"),
         ("data.heldout_fraction=0.0", "the heldout split of source"),
     ],
 )  # fmt: skip
@@ -236,9 +236,19 @@ def test_a_mistake_put_right_may_use_the_same_folder(shell):
 def test_another_model_to_start_from_is_one_line(shell, whole_run, tmp_path):
     status, err = shell("model.ffn_dim=24", f"init_from={whole_run / 'stages' / 'dense'}")
 
-    assert status == 1
+    assert status == 2
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert "is of another model: " in errors[0]
+    assert "is of another model (model.ffn_dim: " in errors[0]
     assert "Traceback" not in err
     assert not list(tmp_path.rglob("crash.txt"))
+
+
+def test_a_step_folder_to_start_from_names_the_run(shell, whole_run):
+    run = whole_run / "stages" / "dense"
+    step = next((run / "checkpoints").iterdir())
+
+    status, err = shell(f"init_from={step}")
+
+    assert status == 2
+    assert f"give the run's folder {run}" in err

@@ -108,8 +108,9 @@ def abstract_mesh(**sizes):
     [
         ({"tensor": 4}, "model.mla.n_heads=2 is not a multiple of the 4 shards of mesh axes tensor"),
         ({"expert": 3}, "model.moe.n_experts=8 is not a multiple of the 3 shards of mesh axes expert"),
-        ({"fsdp": 8}, "dense rows per microbatch=4 is not a multiple of the 8 shards of mesh axes data, fsdp, expert"),
-        ({"data": 2, "expert": 4}, "dense rows per microbatch=4"),
+        ({"fsdp": 8}, "dense batch_size / microbatches=4 is not a multiple of the 8 shards of mesh axes data, "
+            "fsdp, expert"),
+        ({"data": 2, "expert": 4}, "dense batch_size / microbatches=4"),
         ({"context": 3}, "dense seq_len=16 is not a multiple of the 3 shards of mesh axes context, tensor"),
     ],
 )  # fmt: skip
@@ -125,7 +126,7 @@ def test_a_mesh_that_divides_everything_is_taken(run_with_evidence):
 def test_microbatches_must_still_fill_the_mesh(tiny_run):
     cfg = changed(tiny_run, "dense.microbatches", 4)
 
-    with pytest.raises(ValueError, match="dense rows per microbatch=1"):
+    with pytest.raises(ValueError, match="dense batch_size / microbatches=1"):
         check_mesh(cfg, abstract_mesh(fsdp=2))
 
 
