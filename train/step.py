@@ -193,9 +193,8 @@ def make_step(
         moving = trainable(stage, params.weights)
         updates, opt_state = optimizer.update(grads, state.opt_state, moving)
         moved = apply_updates(moving, updates, rates)
-        if not _runs_mtp(
-            cfg, loss_cfg, stage
-        ):  # no gradient, and weight decay alone would shrink it
+        if not _runs_mtp(cfg, loss_cfg, stage):
+            # MTP has no gradient then, and weight decay alone would shrink it.
             moved = {name: value for name, value in moved.items() if not name.startswith("mtp.")}
         new_weights = params.weights | moved
         bias = params.router_bias

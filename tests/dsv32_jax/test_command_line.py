@@ -181,6 +181,22 @@ def test_help_ends_in_the_examples_and_is_status_0(shell):
     assert out.endswith("examples:\n  python -m x a\n  python -m x b\n")
 
 
+@pytest.mark.parametrize(
+    ("work", "status"),
+    [(our_value_error, 2), (missing_file, 2), (library_value_error, 1), (raising(errors.WorkFailedError("x")), 1)],
+)  # fmt: skip
+def test_what_a_person_can_put_right_before_the_work_begins_is_wrong_usage(shell, work, status):
+    def prepare():
+        with command_line.wrong_usage():
+            work()
+
+    found, _, err = shell(prepare, started=True)
+
+    assert found == status
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
 def test_this_projects_log_lines_are_shown_and_orbaxs_tracebacks_are_not(shell):
     def work():
         logging.getLogger("train.loop").info("backend %s", "pallas")
