@@ -194,15 +194,15 @@ def logging_to_stderr() -> Iterator[None]:
     before = {name: logging.getLogger(name).level for name in levels}
     root = logging.getLogger()
     # Importing Orbax makes absl call logging.basicConfig, which would show each line twice.
-    basic = [other for other in root.handlers if type(other) is logging.StreamHandler]
-    root.handlers = [*(other for other in root.handlers if other not in basic), handler]
+    handlers = list(root.handlers)
+    root.handlers = [*(h for h in handlers if type(h) is not logging.StreamHandler), handler]
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
     try:
         yield
     finally:
-        root.removeHandler(handler)
-        root.handlers += basic
+        added = [h for h in root.handlers if h not in handlers and h is not handler]
+        root.handlers = handlers + added
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
 
