@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from dsv32_jax import flops, sharding
+from dsv32_jax import flops, json_files, sharding
 from dsv32_jax.errors import WorkFailedError
 from dsv32_jax.parameters import Parameters
-from train import progress
+from train import overrides, progress
 from train import state as states
 from train.checkpoint import Checkpoints
 from train.data import loader
@@ -98,6 +98,8 @@ def run_leg(
         ValueError: The folder's checkpoint is of another model or another data configuration.
     """
     leg.folder.mkdir(parents=True, exist_ok=True)
+    if jax.process_index() == 0:  # so that the folder can be loaded, and started from, on its own
+        json_files.write_json(leg.folder / "config.json", overrides.to_json_dict(cfg))
     checkpoints = Checkpoints(leg.folder / "checkpoints", cfg.checkpoint)
     newest = checkpoints.newest_meta()
     meta = {} if newest is None else newest[1]
