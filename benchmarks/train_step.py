@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv32_jax import config, flops, parameters, sharding
+from dsv32_jax import config, parameters, sharding
 from train import state as states
 from train.losses import Batch
 from train.optimizer import AdamConfig, Rates, make_optimizer
 from train.progress import peak_flops
-from train.stage import ATTENTION, MAIN_TRAINS, Stage
+from train.stage import Stage, train_flops
 from train.step import LossConfig, make_step
 
 STAGES: tuple[Stage, ...] = ("dense", "warmup", "sparse", "window")
@@ -69,8 +69,7 @@ def _row(cfg: config.ModelConfig, stage: Stage, batch: int, seq_len: int, steps:
         compile_s = time.perf_counter() - began
         times = sorted(_times(step, state, rows, rates, steps))
     median = times[len(times) // 2]
-    factor = flops.BACKWARD_FACTOR if stage in MAIN_TRAINS else 1
-    rate = factor * flops.forward(cfg, seq_len, ATTENTION[stage]).total * batch * seq_len / median
+    rate = train_flops(cfg, seq_len, stage) * batch * seq_len / median
     peak = peak_flops(jax.devices()[0])
     share = f"{rate / peak / jax.device_count():.1%}" if peak else "unknown"
     memory = step.memory_analysis()

@@ -12,28 +12,33 @@ class Flops(NamedTuple):
     """Forward FLOPs per token, a multiply and an add counted as two.
 
     Attributes:
-        weights: Products with weights, active experts only.
+        weights: Products with weights, active experts only, without the head's and the indexer's.
+        head: The head's product, the MTP module's too.
         attention: Scores and weighted sums of the main attention in MHA form, over the keys that are read.
-        indexer: Scores of the indexer over every earlier key.
+        indexer: Products of the indexer with its weights, and its scores of every earlier key.
     """
 
     weights: float
+    head: float
     attention: float
     indexer: float
 
     @property
     def total(self) -> float:
         """All of them."""
-        return self.weights + self.attention + self.indexer
+        return self.weights + self.head + self.attention + self.indexer
 
 
-def forward(cfg: ModelConfig, seq_len: int, mode: AttentionMode) -> Flops:
+def forward(
+    cfg: ModelConfig, seq_len: int, mode: AttentionMode, *, indexer_runs: bool | None = None
+) -> Flops:
     """Count a forward pass over one document of seq_len tokens, MTP included where the model has it.
 
     Args:
         cfg: The model.
         seq_len: Tokens.
         mode: Which keys are attended to. Causality halves the dense square.
+        indexer_runs: Whether the indexer scores the keys; None: where it selects, in mode "sparse".
 
     Returns:
         FLOPs per token, a mean over the sequence.
@@ -55,16 +60,17 @@ def forward(cfg: ModelConfig, seq_len: int, mode: AttentionMode) -> Flops:
     experts = 3 * cfg.dim * moe.expert_dim * (moe.n_active + moe.n_shared) + cfg.dim * moe.n_experts
     n_moe = cfg.n_moe_layers + cfg.mtp
     n_layers = cfg.n_layers + cfg.mtp
-    sparse = mode == "sparse"
     weights = n_layers * attention_weights + cfg.n_dense_layers * plain + n_moe * experts
-    weights += n_layers * index_weights * sparse
-    weights += cfg.vocab_size * cfg.dim * (1 + cfg.mtp) + 2 * cfg.dim * cfg.dim * cfg.mtp
+    weights += 2 * cfg.dim * cfg.dim * cfg.mtp
     causal_keys = (seq_len + 1) / 2
     keys = causal_keys if mode == "dense" else mean_keys(seq_len, indexer.topk)
+    scores = causal_keys * indexer.n_heads * indexer.head_dim
+    runs = mode == "sparse" if indexer_runs is None else indexer_runs
     return Flops(
         weights=2.0 * weights,
+        head=2.0 * cfg.vocab_size * cfg.dim * (1 + cfg.mtp),
         attention=2.0 * n_layers * keys * mla.n_heads * (mla.qk_dim + mla.v_dim),
-        indexer=2.0 * n_layers * causal_keys * indexer.n_heads * indexer.head_dim * sparse,
+        indexer=2.0 * n_layers * (index_weights + scores) * runs,
     )
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from dsv32_jax import flops, json_files, sharding
+from dsv32_jax import json_files, sharding
 from dsv32_jax.errors import WorkFailedError
 from dsv32_jax.parameters import Parameters
 from train import overrides, progress
@@ -28,7 +28,7 @@ from train.metrics import RunMetrics
 from train.optimizer import make_optimizer, rates_at
 from train.run_config import RunConfig, StageConfig
 from train.signals import StopOnSignal
-from train.stage import ATTENTION, INDEXER_TRAINS, MAIN_TRAINS, Stage
+from train.stage import INDEXER_TRAINS, MAIN_TRAINS, Stage, train_flops
 from train.state import TrainState
 from train.step import StepMetrics, make_step
 
@@ -207,13 +207,11 @@ class _Trainer:
     def _work(self) -> progress.Work:
         """What there is to do, in tokens and FLOPs."""
         data = self._leg.data
-        count = flops.forward(self._cfg.model, data.seq_len, ATTENTION[self._leg.stage])
-        factor = flops.BACKWARD_FACTOR if self._leg.stage in MAIN_TRAINS else 1
         peak = progress.peak_flops(jax.devices()[0])
         return progress.Work(
             total_steps=self._leg.config.steps,
             tokens_per_step=data.batch_size * data.seq_len,
-            flops_per_token=factor * count.total,
+            flops_per_token=train_flops(self._cfg.model, data.seq_len, self._leg.stage),
             peak_flops=peak and peak * self._mesh.size,
         )
 

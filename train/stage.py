@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from dsv32_jax import flops
+from dsv32_jax.config import ModelConfig
 from dsv32_jax.mla import AttentionMode
 
 Stage = Literal["dense", "warmup", "sparse", "window"]
@@ -16,3 +18,24 @@ ATTENTION: dict[Stage, AttentionMode] = {
 }
 INDEXER_TRAINS: frozenset[Stage] = frozenset({"warmup", "sparse"})
 MAIN_TRAINS: frozenset[Stage] = frozenset({"dense", "sparse", "window"})
+
+
+def train_flops(cfg: ModelConfig, seq_len: int, stage: Stage) -> float:
+    """Count what a step of a stage costs a token: what trains goes forward and back, the rest forward only.
+
+    In the warm-up the main model is frozen and its head is not run. The indexer's target, which the mathematics reads
+    off the main attention, is not counted.
+
+    Args:
+        cfg: The model.
+        seq_len: Tokens of a document.
+        stage: The stage.
+
+    Returns:
+        FLOPs per token, a mean over the document.
+    """
+    count = flops.forward(cfg, seq_len, ATTENTION[stage], indexer_runs=stage in INDEXER_TRAINS)
+    main = count.weights + count.attention
+    if stage in MAIN_TRAINS:
+        main = flops.BACKWARD_FACTOR * (main + count.head)
+    return main + flops.BACKWARD_FACTOR * count.indexer
