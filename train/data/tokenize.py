@@ -3,7 +3,6 @@
 Run as a command: `python -m train.data.tokenize --help`.
 """
 
-import argparse
 import itertools
 import pathlib
 import shutil
@@ -14,20 +13,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Int32
 
+from dsv32_jax import command_line
 from dsv32_jax import tokenizer as tokenizers
 from train.data import config, corpus, documents, readers, token_files
 
 SECONDS_PER_LINE = 2.0  # between two lines of progress
 DEFAULT_SHARD_TOKENS = 250_000_000  # 1 GB of int32 before compression
 
-EXAMPLES = """\
-examples:
-  python -m train.data.tokenize runs/tokens/stdlib
-  python -m train.data.tokenize runs/tokens/web 'data/web/*.jsonl.zst' --tokenizer my-tokenizer/
-  python -m train.data.tokenize runs/tokens/mix notes/ books.parquet --text-field content
-
-Train on the result by naming the folder as a source. A folder is written whole or not at all:
-an interrupted run starts over. exit codes: 0 done, 1 failed, 2 wrong usage
+SUMMARY = (
+    "Turn sources of text into token files, so that training need not tokenise at each start. Train on the result by "
+    "naming the folder as a source. A folder is written whole or not at all: an interrupted run starts over."
+)
+EXAMPLES = """
+python -m train.data.tokenize runs/tokens/stdlib
+python -m train.data.tokenize runs/tokens/web 'data/web/*.jsonl.zst' --tokenizer my-tokenizer/
+python -m train.data.tokenize runs/tokens/mix notes/ books.parquet --text-field content
 """
 
 
@@ -87,33 +87,23 @@ class Progress:
         return f"{text}, {100 * done / self._n_bytes:.1f}%, {left:.0f} s left"
 
 
-def tokenize(
-    sources: Sequence[config.Source],
-    folder: pathlib.Path,
-    *,
-    tokenizer: tokenizers.Tokenizer,
-    report: Callable[[str], None],
-    shard_tokens: int = DEFAULT_SHARD_TOKENS,
-) -> Progress:
-    """Write the documents of sources as token files into a new folder.
-
-    The work happens in `folder` + ".partial", renamed at the end, so that an interrupted run is
-    never taken for a finished one; what such a run left there is deleted first.
+def open_sources(
+    sources: Sequence[config.Source], folder: pathlib.Path, shard_tokens: int
+) -> list[readers.SourceReader]:
+    """Check a request before any work is done.
 
     Args:
         sources: sources of text.
-        folder: where the files go; must not exist.
-        tokenizer: the tokenizer.
-        report: takes each line of progress.
-        shard_tokens: start another file after this many tokens, at least 1.
+        folder: where the files shall go; must not exist.
+        shard_tokens: tokens a file, at least 1.
 
     Returns:
-        the counts of documents and tokens.
+        a reader for each source.
 
     Raises:
         FileExistsError: `folder` exists.
         FileNotFoundError: a source does not exist.
-        ValueError: a file is broken, no document has text, or a value breaks its rule.
+        ValueError: a source holds token files already, or a value breaks its rule.
     """
     if shard_tokens < 1:
         raise ValueError(f"shard_tokens={shard_tokens} must be at least 1")
@@ -122,7 +112,35 @@ def tokenize(
     for source in sources:
         if corpus.token_paths_of(source):
             raise ValueError(f"source {source.path!r} holds token files already")
-    reader_list = [readers.SourceReader(source) for source in sources]
+    return [readers.SourceReader(source) for source in sources]
+
+
+def tokenize(
+    reader_list: Sequence[readers.SourceReader],
+    folder: pathlib.Path,
+    *,
+    tokenizer: tokenizers.Tokenizer,
+    report: Callable[[str], None],
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+) -> Progress:
+    """Write the documents of opened sources as token files into a new folder.
+
+    The work happens in `folder` + ".partial", renamed at the end, so that an interrupted run is
+    never taken for a finished one; what such a run left there is deleted first.
+
+    Args:
+        reader_list: what `open_sources` gave for this folder.
+        folder: where the files go.
+        tokenizer: the tokenizer.
+        report: takes each line of progress.
+        shard_tokens: start another file after this many tokens, at least 1.
+
+    Returns:
+        the counts of documents and tokens.
+
+    Raises:
+        ValueError: a file is broken, or no document has text.
+    """
     progress = Progress(reader_list, report)
     partial = folder.with_name(folder.name + ".partial")
     if partial.exists():
@@ -165,13 +183,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: its arguments; None reads the command line.
 
     Returns:
-        the exit code: 0 done, 1 failed. Wrong usage exits with 2.
+        the exit status: 0 done, 1 failed, 2 wrong usage.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m train.data.tokenize",
-        description=f"{__doc__}".split("\n", maxsplit=1)[0],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    with command_line.Boundary() as boundary, command_line.sigterm_raises():
+        args = _parser().parse_args(argv)
+        tokenizer = tokenizers.load_tokenizer(args.tokenizer)
+        sources = [config.Source(path=path, text_field=args.text_field) for path in args.sources]
+        reader_list = open_sources(sources, args.folder, args.shard_tokens)
+        boundary.started = True
+        done = tokenize(
+            reader_list,
+            args.folder,
+            tokenizer=tokenizer,
+            report=_to_stderr,
+            shard_tokens=args.shard_tokens,
+        )
+        sys.stdout.write(
+            f"{done.n_documents:,} documents, {done.n_tokens:,} tokens in {args.folder}\n"
+        )
+    return boundary.status
+
+
+def _parser() -> command_line.Parser:
+    parser = command_line.Parser(
+        name="python -m train.data.tokenize",
+        summary=SUMMARY,
+        examples=EXAMPLES,
     )
     parser.add_argument("folder", type=pathlib.Path, help="a new folder for the token files")
     parser.add_argument(
@@ -185,20 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=DEFAULT_SHARD_TOKENS,
         help=f"tokens a file, about ({DEFAULT_SHARD_TOKENS})",
     )
-    args = parser.parse_args(argv)
-    try:
-        done = tokenize(
-            [config.Source(path=path, text_field=args.text_field) for path in args.sources],
-            args.folder,
-            tokenizer=tokenizers.load_tokenizer(args.tokenizer),
-            report=_to_stderr,
-            shard_tokens=args.shard_tokens,
-        )
-    except (ValueError, OSError) as error:
-        _to_stderr(f"error: {error}")
-        return 1
-    sys.stdout.write(f"{done.n_documents:,} documents, {done.n_tokens:,} tokens in {args.folder}\n")
-    return 0
+    return parser
 
 
 if __name__ == "__main__":
