@@ -122,7 +122,7 @@ def balance_sum(
     """
     top_BTA = jax.lax.top_k(jax.lax.stop_gradient(scores_BTE), cfg.n_active)[1]
     chose_BTE = _counts(top_BTA, cfg.n_experts, documents.valid)
-    share_BTE = scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True)
+    share_BTE = scores_BTE / (jnp.sum(scores_BTE, axis=-1, keepdims=True) + MIN_GATE_SUM)
     length_BT = (documents.position + 1).astype(jnp.float32)
     f_BTE = segments.running_sum(chose_BTE, documents) * (cfg.n_experts / cfg.n_active)
     p_BTE = segments.running_sum(share_BTE, documents)
