@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from dsv32_jax import layers, rope, sharded_ops
+from dsv32_jax import layers, rope, sharded_ops, sharding
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.indexer import Indexer, IndexerTensors
 from dsv32_jax.segments import Segments
@@ -133,6 +133,8 @@ class MLA(nnx.Module):
         """Project to per-head queries and to the latent and rope key that all heads share."""
         dims = self.cfg.mla
         q = layers.project("btq,qhd->bthd", qr, self.wq_b)
+        # Stated, or XLA lays the product out as its last user wants it and moves it to the others through full copies.
+        q = sharding.constrain(q, "batch", "sequence", "heads", None)
         q_nope, q_rope = jnp.split(q, [dims.nope_dim], axis=-1)
         q_rope = rope.rotate_interleaved(q_rope, cos[:, :, None], sin[:, :, None])
         latent, k_rope = jnp.split(
@@ -154,6 +156,7 @@ class MLA(nnx.Module):
         """
         dims = self.cfg.mla
         kv = layers.project("btc,chd->bthd", parts.latent, self.wkv_b)
+        kv = sharding.constrain(kv, "batch", "sequence", "heads", None)
         k_nope, v = jnp.split(kv, [dims.nope_dim], axis=-1)
         k_rope = jnp.broadcast_to(parts.k_rope[:, :, None], (*k_nope.shape[:-1], dims.rope_dim))
         q = jnp.concatenate([parts.q_nope, parts.q_rope], axis=-1)

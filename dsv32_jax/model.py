@@ -128,8 +128,9 @@ class DeepSeekV32(nnx.Module):
             return layers.project("btd,dv->btv", hidden_BTD.astype(jnp.float32), self.head)
 
     def _embed(self, tokens: Array) -> Array:
-        embedded = self.embed[...].astype(self.cfg.dtype)[tokens]
-        return sharding.constrain(embedded, "batch", "sequence", None)
+        # Whole rows on every device, so that the lookup need not be moved from the width to the batch afterwards.
+        table = sharding.constrain(self.embed[...].astype(self.cfg.dtype), "vocab", None)
+        return sharding.constrain(table[tokens], "batch", "sequence", None)
 
     def _run_mtp(
         self,

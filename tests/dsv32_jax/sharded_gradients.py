@@ -27,7 +27,9 @@ def model_config(case):
     tiny = config.tiny()
     mla = dataclasses.replace(tiny.mla, masked_max_len=0 if case == "gathered" else 8192)
     indexer = dataclasses.replace(tiny.indexer, n_heads=4, topk=5)
-    return dataclasses.replace(tiny, n_layers=1, n_dense_layers=0, mla=mla, indexer=indexer)
+    return dataclasses.replace(
+        tiny, vocab_size=96, n_layers=1, n_dense_layers=0, mla=mla, indexer=indexer
+    )
 
 
 def draw_batch():
