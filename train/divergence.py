@@ -4,6 +4,7 @@ import collections
 import math
 import statistics
 from dataclasses import dataclass
+from typing import Any
 
 from dsv32_jax import errors
 
@@ -74,6 +75,24 @@ class LossGuard:
                 f"the loss is {loss:.4g} at step {step}, and for {self._spikes} checks in a row it "
                 f"was over {self._cfg.factor:g} times the running median {median:.4g}"
             )
+
+    def state(self) -> dict[str, Any]:
+        """Return what the next losses are judged by, for a checkpoint.
+
+        Returns:
+          JSON: `normal`, the latest normal losses, and `spikes`, how many followed them.
+        """
+        return {"normal": list(self._normal), "spikes": self._spikes}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state.
+
+        Args:
+          state: what `state` returned; a longer window's is cut to this one's.
+        """
+        self._normal.clear()
+        self._normal.extend(state["normal"])
+        self._spikes = state["spikes"]
 
     def _is_full(self) -> bool:
         return len(self._normal) == self._cfg.window

@@ -176,6 +176,7 @@ class _Trainer:
         found = self._checkpoints.restore_latest(states.on_devices(shapes, self._layout))
         assert found is not None, "the checkpoint vanished since it was checked"
         self._batches.restore(found.data_state)
+        self._guard.restore(found.meta["guard"])
         logger.info("%s: resumed at step %d", self._leg.name, found.step)
         return found.state
 
@@ -259,6 +260,7 @@ class _Trainer:
             "stage": self._leg.name,
             "seconds": self.seconds,
             "tokens_per_s": self.tokens_per_s,
+            "guard": self._guard.state(),
         }
         self._checkpoints.save(
             step,

@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -45,6 +46,14 @@ def test_nothing_is_a_spike_before_the_window_is_full():
 
 def test_a_negative_loss_has_no_spikes():
     guard_after([-1.0, -1.0, -1.0, 5.0, 5.0])
+
+
+def test_a_restored_guard_judges_as_if_it_had_never_stopped():
+    resumed = divergence.LossGuard(CFG)
+    resumed.restore(json.loads(json.dumps(guard_after([1.0, 1.0, 1.0, 5.0]).state())))
+
+    with pytest.raises(divergence.DivergedError, match="2 checks in a row"):
+        resumed.check(4, 5.0)
 
 
 @pytest.mark.parametrize(("field", "value"), [("window", 0), ("factor", 1.0), ("patience", 0)])

@@ -46,6 +46,15 @@ def send_sigterm():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def guard_of(folder):
+    """What the divergence guard knew at the end."""
+    steps = [int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdecimal()]
+    newest = max(steps)
+    guard = json.loads((folder / f"checkpoints/{newest}/meta/metadata").read_text())["guard"]
+    assert guard["normal"]
+    return guard
+
+
 def assert_same_run(folder, expected, lines_of, weights_of, legs=LEGS):
     for leg in legs:
         assert lines_of(folder / leg) == lines_of(expected / leg), leg
@@ -53,6 +62,7 @@ def assert_same_run(folder, expected, lines_of, weights_of, legs=LEGS):
         assert found.keys() == wanted.keys()
         for name in wanted:
             np.testing.assert_array_equal(found[name], wanted[name], err_msg=f"{leg} {name}")
+        assert guard_of(folder / leg) == guard_of(expected / leg)
 
 
 def test_a_run_stopped_and_cut_off_in_every_stage_is_the_uninterrupted_run_bit_for_bit(
