@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from dsv32_jax import layers, sharding
+from dsv32_jax import cache, layers, sharding
 from dsv32_jax.config import ModelConfig
+from dsv32_jax.gate import Routing
 from dsv32_jax.mla import MLA, AttentionMode, Probe
 from dsv32_jax.moe import MoE
 from dsv32_jax.segments import Segments
@@ -84,19 +85,48 @@ class Block(nnx.Module):
         out, kl_BT, measured = self.attn(
             x, documents, mode=mode, indexer_loss=indexer_loss, probe=probe
         )
-        stream_BTD = self._add(stream_BTD, out)
-        x = self.ffn_norm(stream_BTD).astype(self.dtype)
-        balance = load = None
-        if self.moe is not None:
-            out, routing = self.moe(x, documents)
-            balance, load = routing.balance, routing.load
-        else:
-            assert self.ffn is not None
-            out = self.ffn(x)
-        stream_BTD = self._add(stream_BTD, out)
+        stream_BTD, routing = self._feed_forward(self._add(stream_BTD, out), documents)
+        balance, load = (None, None) if routing is None else (routing.balance, routing.load)
         kl = None if kl_BT is None else jnp.sum(jnp.where(documents.valid, kl_BT, 0.0))
         hidden = stream_BTD.astype(self.dtype) if keep_hidden else None
         return stream_BTD, LayerStats(kl, balance, load, measured, hidden)
+
+    def extend(
+        self,
+        stream_BTD: Float[Array, "B T D"],
+        layer: cache.LayerCache,
+        view: cache.View,
+        *,
+        mode: AttentionMode,
+    ) -> tuple[Float[Array, "B T D"], cache.LayerCache]:
+        """Apply the layer to new tokens of cached sequences.
+
+        Args:
+            stream_BTD: float32 residual stream of the new tokens, not yet rounded.
+            layer: The layer's cache.
+            view: Where the tokens stand.
+            mode: "sparse" or "dense".
+
+        Returns:
+            (float32 stream, the cache with the new tokens).
+        """
+        x = self.attn_norm(stream_BTD).astype(self.dtype)
+        out, layer = self.attn.extend(x, layer, view, mode=mode)
+        # The gate's statistics, which need the documents, are not read here.
+        place = jnp.maximum(view.position, 0)
+        documents = Segments(jnp.zeros_like(place), view.end, place, view.position >= 0)
+        stream_BTD, routing = self._feed_forward(self._add(stream_BTD, out), documents)
+        if routing is not None:
+            layer = cache.write_experts(layer, view.rows(view.position), routing.experts)
+        return stream_BTD, layer
+
+    def _feed_forward(self, stream: Array, documents: Segments) -> tuple[Array, Routing | None]:
+        x = self.ffn_norm(stream).astype(self.dtype)
+        if self.moe is None:
+            assert self.ffn is not None
+            return self._add(stream, self.ffn(x)), None
+        out, routing = self.moe(x, documents)
+        return self._add(stream, out), routing
 
     def _add(self, stream: Array, delta: Array) -> Array:
         rounded = stream.astype(self.dtype).astype(jnp.float32)

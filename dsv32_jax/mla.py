@@ -7,13 +7,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from dsv32_jax import layers, rope, sharded_ops, sharding
+import pallas_kernels
+from dsv32_jax import cache, layers, rope, sharded_ops, sharding
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.indexer import Indexer, IndexerTensors
 from dsv32_jax.segments import Segments
 from pallas_kernels.fp8 import op as fp8
 
 AttentionMode = Literal["dense", "sparse", "window"]
+MAX_DECODE_TOKENS = (
+    8  # new tokens a sequence up to which only the selected rows of its cache are read
+)
 LATENT_NORM_EPS = 1e-6  # fixed in the reference, whatever the model's rms_norm_eps
 
 
@@ -128,6 +132,113 @@ class MLA(nnx.Module):
             q_heads, k_heads, _ = self.expand(parts)
             measured = probe(AttentionTensors(q_heads, k_heads, lse, index, scale, start, end))
         return layers.project("bthu,hud->btd", out, self.wo), kl_BT, measured
+
+    def extend(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        layer: cache.LayerCache,
+        view: cache.View,
+        *,
+        mode: AttentionMode,
+    ) -> tuple[Float[Array, "B T D"], cache.LayerCache]:
+        """Attend to the cached tokens of each sequence and to the new ones, which are added to the cache.
+
+        Equal to `__call__` on the whole sequence, to rounding. A few tokens a sequence read only the selected rows, in
+        absorbed form; a longer piece of a prompt runs as masked attention in MHA form while its sequence has at most
+        `masked_max_len` tokens.
+
+        Args:
+            x_BTD: Layer input after its norm.
+            layer: The layer's cache.
+            view: Where the tokens stand.
+            mode: "sparse" or "dense".
+
+        Returns:
+            (output, the cache with the new tokens).
+        """
+        cfg = self.cfg
+        cos, sin = rope.rotation(cfg.rope, cfg.mla.rope_dim, jnp.maximum(view.position, 0))
+        qr_BTQ = self.q_norm(layers.project("btd,dq->btq", x_BTD, self.wq_a)).astype(x_BTD.dtype)
+        parts = self._latents(x_BTD, qr_BTQ, cos, sin)
+        index = self.indexer(x_BTD, qr_BTQ, cos, sin)
+        layer = cache.write(layer, view.rows(view.position), parts.latent, parts.k_rope, index.k)
+        n_keys = view.table.shape[1] * view.page_size
+        if x_BTD.shape[1] > MAX_DECODE_TOKENS and n_keys <= cfg.mla.masked_max_len:
+            out = self._attend_masked(parts, index, layer, view, mode)
+        else:
+            out = self._attend_rows(parts, index, layer, view, mode)
+        return layers.project("bthu,hud->btd", out, self.wo), layer
+
+    def _attend_rows(
+        self,
+        parts: Latents,
+        index: IndexerTensors,
+        layer: cache.LayerCache,
+        view: cache.View,
+        mode: AttentionMode,
+    ) -> Array:
+        """Read the selected rows only, in absorbed MQA form."""
+        q, _ = self.absorb(parts)
+        if mode == "sparse":
+            chosen_BTK = self.choose(index, layer, view)
+        else:
+            place = jnp.arange(view.table.shape[1] * view.page_size, dtype=jnp.int32)
+            chosen_BTK = jnp.where(place < view.end[..., None], place, -1)
+        batch, n_tokens, n_slots = chosen_BTK.shape
+        rows = view.rows(chosen_BTK.reshape(batch, -1)).reshape(batch, n_tokens, n_slots)
+        out, _ = pallas_kernels.paged_mla(
+            q,
+            layer.latent,
+            layer.rope,
+            rows,
+            scale=self.cfg.softmax_scale,
+            latent_scale_NG=layer.latent_scale,
+        )
+        return self.unabsorb(out.astype(q.dtype))
+
+    def choose(self, index: IndexerTensors, layer: cache.LayerCache, view: cache.View) -> Array:
+        """Return the positions [B, T, K] that each token attends to.
+
+        Args:
+            index: The tokens' index queries and weights.
+            layer: The cache, with the tokens in it.
+            view: Where the tokens stand.
+
+        Returns:
+            int32, ascending, then -1.
+        """
+        return pallas_kernels.paged_indexer_topk(
+            index.q,
+            layer.index,
+            index.w,
+            view.table,
+            k=self.cfg.indexer.topk,
+            page_size=view.page_size,
+            end=view.end,
+            k_scale_NG=layer.index_scale,
+        )
+
+    def _attend_masked(
+        self,
+        parts: Latents,
+        index: IndexerTensors,
+        layer: cache.LayerCache,
+        view: cache.View,
+        mode: AttentionMode,
+    ) -> Array:
+        """Expand every key of the sequence and mask, in MHA form."""
+        latent, k_rope = cache.read_latents(layer, view, parts.q_nope.dtype)
+        q, k, v = self.expand(parts._replace(latent=latent, k_rope=k_rope))
+        start, selected = jnp.zeros_like(view.end), None
+        if mode == "sparse":
+            keys = cache.read_index_keys(layer, view, index.q.dtype)
+            selected = pallas_kernels.indexer_topk_mask(
+                index.q, keys, index.w, k=self.cfg.indexer.topk, start=start, end=view.end
+            )
+        out, _ = pallas_kernels.dense_mla(
+            q, k, v, scale=self.cfg.softmax_scale, start=start, end=view.end, selected=selected
+        )
+        return out
 
     def _latents(self, x: Array, qr: Array, cos: Array, sin: Array) -> Latents:
         """Project to per-head queries and to the latent and rope key that all heads share."""

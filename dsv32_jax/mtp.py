@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dsv32_jax import layers, segments
+from dsv32_jax import cache, layers, segments
 from dsv32_jax.block import Block, LayerStats
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.mla import AttentionMode, Probe
@@ -56,15 +56,42 @@ class MTP(nnx.Module):
         Returns:
             (normed state, the layer's statistics).
         """
-        dtype = hidden_BTD.dtype
-        both = jnp.concatenate(
-            [self.enorm(next_embed_BTD).astype(dtype), self.hnorm(hidden_BTD).astype(dtype)],
-            axis=-1,
-        )
-        stream = layers.project("btd,de->bte", both, self.eh_proj).astype(jnp.float32)
+        stream = self._join(hidden_BTD, next_embed_BTD)
         has_next = segments.next_is_same(segment_ids)
         documents = segments.from_ids(jnp.where(has_next, segment_ids, 0))
         stream, stats = self.block(
             stream, documents, mode=mode, indexer_loss=indexer_loss, probe=probe
         )
-        return self.norm(stream).astype(dtype), stats
+        return self.norm(stream).astype(hidden_BTD.dtype), stats
+
+    def extend(
+        self,
+        hidden_BTD: Float[Array, "B T D"],
+        next_embed_BTD: Float[Array, "B T D"],
+        layer: cache.LayerCache,
+        view: cache.View,
+        *,
+        mode: AttentionMode,
+    ) -> tuple[Float[Array, "B T D"], cache.LayerCache]:
+        """Return the states of new tokens of cached sequences.
+
+        Args:
+            hidden_BTD: The main model's normed final state.
+            next_embed_BTD: Embedding of each token's successor.
+            layer: The module's cache.
+            view: Where the tokens stand; one whose successor is not known yet is padding.
+            mode: "sparse" or "dense".
+
+        Returns:
+            (normed state, the cache with the new tokens).
+        """
+        stream = self._join(hidden_BTD, next_embed_BTD)
+        stream, layer = self.block.extend(stream, layer, view, mode=mode)
+        return self.norm(stream).astype(hidden_BTD.dtype), layer
+
+    def _join(self, hidden: Array, next_embed: Array) -> Array:
+        """Start the module's residual stream from both inputs, the embedding first."""
+        dtype = hidden.dtype
+        both = [self.enorm(next_embed).astype(dtype), self.hnorm(hidden).astype(dtype)]
+        joined = jnp.concatenate(both, axis=-1)
+        return layers.project("btd,de->bte", joined, self.eh_proj).astype(jnp.float32)

@@ -25,6 +25,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
     "sequence": ("context",),
     "rows": ("context", "tensor"),  # queries, where every device needs all heads
+    "cache": BATCH_AXES,  # rows of the paged cache; a page belongs to any sequence
     # parameters
     "embed": ("fsdp", "context"),
     "vocab": ("tensor",),

@@ -34,17 +34,28 @@ def sparse_mla(
 ) -> tuple[Float[Array, "T H U"], Float[Array, "T H"]]:
     """Softmax attention over the valid slots; returns the output and the natural log-sum-exp."""
     kv_TKD, valid_TK = gather_rows(kv_SD, topk_idx_TK)
+    return attend_rows(q_THD, kv_TKD, valid_TK, scale, value_dim)
+
+
+def attend_rows(
+    q_THD: Float[Array, "T H D"],
+    kv_TKD: Float[Array, "T K D"],
+    valid_TK: Bool[Array, "T K"],
+    scale: float,
+    value_dim: int,
+) -> tuple[Float[Array, "T H U"], Float[Array, "T H"]]:
+    """Softmax attention of each query over its own rows."""
     logits_THK = jnp.where(valid_TK[:, None, :], slot_logits(q_THD, kv_TKD, scale), MASKED)
     peak_TH = jax.lax.stop_gradient(jnp.max(logits_THK, axis=-1))  # its gradient cancels
     weights_THK = jnp.exp(logits_THK - peak_TH[..., None])
     total_TH = jnp.sum(weights_THK, axis=-1)
     out_THU = jnp.einsum(
         "thk,tku->thu",
-        weights_THK.astype(kv_SD.dtype),
+        weights_THK.astype(kv_TKD.dtype),
         kv_TKD[..., :value_dim],
         preferred_element_type=jnp.float32,
     )
     some_T = jnp.any(valid_TK, axis=-1)
     out_THU = jnp.where(some_T[:, None, None], out_THU / total_TH[..., None], 0.0)
     lse_TH = jnp.where(some_T[:, None], peak_TH + jnp.log(total_TH), -jnp.inf)
-    return out_THU.astype(kv_SD.dtype), lse_TH
+    return out_THU.astype(kv_TKD.dtype), lse_TH

@@ -1,0 +1,243 @@
+"""The paged cache: what each token leaves in each layer, and where it lies.
+
+A sequence owns pages of `page_size` rows, in any order; its page table lists them. One table serves all layers, each
+of which has arrays of its own. A page may belong to several sequences that begin alike.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from dsv32_jax import sharding
+from dsv32_jax.config import ModelConfig, require
+from pallas_kernels.fp8 import op as fp8
+from pallas_kernels.paged_indexer import reference as pages
+
+CacheDtype = Literal["model", "fp8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """Size and format of the cache.
+
+    Attributes:
+        n_pages: Pages shared by all sequences.
+        page_size: Tokens of a page.
+        dtype: "model" keeps rows in the model's dtype; "fp8" keeps the latent and the index key in e4m3 with
+            power-of-two scales and the rope key in bfloat16: with the official widths records of 656 and 132 bytes.
+        keep_experts: Also keep the experts each token was sent to.
+    """
+
+    n_pages: int = 512
+    page_size: int = 64
+    dtype: CacheDtype = "model"
+    keep_experts: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        require(self.n_pages >= 1, f"n_pages={self.n_pages} must be at least 1")
+        require(self.page_size >= 1, f"page_size={self.page_size} must be at least 1")
+
+
+class LayerCache(NamedTuple):
+    """One layer's rows, N = n_pages * page_size of them.
+
+    Attributes:
+        latent: [N, C] normed latents; in "fp8" float8_e4m3fn.
+        rope: [N, R] rotated rope keys.
+        index: [N, X] index keys; in "fp8" float8_e4m3fn.
+        latent_scale: float32 [N, C / 128], or None.
+        index_scale: float32 [N, X / 128], or None.
+        experts: [N, A] chosen experts, in the smallest unsigned type, or None.
+    """
+
+    latent: Float[Array, "N C"]
+    rope: Float[Array, "N R"]
+    index: Float[Array, "N X"]  # type: ignore[assignment]  # shadows tuple.index, which nobody calls
+    latent_scale: Float[Array, "N G"] | None
+    index_scale: Float[Array, "N G2"] | None
+    experts: Int[Array, "N A"] | None
+
+
+class View(NamedTuple):
+    """Where a step's tokens stand.
+
+    Attributes:
+        position: int32 [B, T], place in the sequence; -1 for padding.
+        table: int32 [B, P], the pages of each sequence in order; entries past its end may be anything in range.
+        page_size: Tokens of a page.
+    """
+
+    position: Int[Array, "B T"]
+    table: Int[Array, "B P"]
+    page_size: int
+
+    @property
+    def end(self) -> Int[Array, "B T"]:
+        """One past the last visible position of each token; 0 for padding."""
+        return self.position + 1
+
+    def rows(self, position: Int[Array, "B T"]) -> Int[Array, "B T"]:
+        """Return the cache rows of positions; -1 stays -1."""
+        page = jnp.maximum(position, 0) // self.page_size
+        row = jnp.take_along_axis(self.table, page, axis=1) * self.page_size
+        return jnp.where(position >= 0, row + position % self.page_size, -1)
+
+
+def make_layer(cfg: ModelConfig, cache: CacheConfig, *, moe: bool) -> LayerCache:
+    """Return an empty layer; its rows are zero.
+
+    Args:
+        cfg: The model.
+        cache: Size and format.
+        moe: Whether the layer has experts to keep.
+
+    Returns:
+        The layer.
+    """
+    n, quantised = cache.n_pages * cache.page_size, cache.dtype == "fp8"
+
+    def zeros(width: int, dtype: DTypeLike) -> Array:
+        return sharding.constrain(jnp.zeros((n, width), dtype), "cache", None)
+
+    def part(width: int) -> tuple[Array, Array | None]:
+        if not quantised:
+            return zeros(width, cfg.dtype), None
+        return zeros(width, jnp.float8_e4m3fn), zeros(_n_scales(width), jnp.float32)
+
+    latent, latent_scale = part(cfg.mla.kv_lora_rank)
+    index, index_scale = part(cfg.indexer.head_dim)
+    rope = zeros(cfg.mla.rope_dim, "bfloat16" if quantised else cfg.dtype)
+    experts = None
+    if moe and cache.keep_experts:
+        kind = jnp.uint8 if cfg.moe.n_experts <= 256 else jnp.uint16
+        experts = zeros(cfg.moe.n_active, kind)
+    return LayerCache(latent, rope, index, latent_scale, index_scale, experts)
+
+
+def _n_scales(width: int) -> int:
+    return max(width // fp8.FP8_BLOCK, 1)
+
+
+def make_cache(cfg: ModelConfig, cache: CacheConfig, *, mtp: bool) -> tuple[LayerCache, ...]:
+    """Return an empty cache.
+
+    Args:
+        cfg: The model.
+        cache: Size and format.
+        mtp: Whether the MTP module's layer is cached too, as the last one.
+
+    Returns:
+        A layer's rows for each main layer in order, then MTP's.
+    """
+    main = [make_layer(cfg, cache, moe=i >= cfg.n_dense_layers) for i in range(cfg.n_layers)]
+    return (*main, make_layer(cfg, cache, moe=True)) if mtp else tuple(main)
+
+
+def bytes_per_token(layers: tuple[LayerCache, ...]) -> int:
+    """Return what a token occupies in all layers together."""
+    return sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(layers))
+
+
+def write(
+    layer: LayerCache,
+    rows_BT: Int[Array, "B T"],
+    latent_BTC: Float[Array, "B T C"],
+    rope_BTR: Float[Array, "B T R"],
+    index_BTX: Float[Array, "B T X"],
+) -> LayerCache:
+    """Write tokens into their rows.
+
+    Args:
+        layer: The layer.
+        rows_BT: Cache row of each token; -1 writes nothing.
+        latent_BTC: Normed latents.
+        rope_BTR: Rotated rope keys.
+        index_BTX: Index keys.
+
+    Returns:
+        The layer with the rows replaced.
+    """
+    # A negative row would count from the end, so padding goes past it, where writes are dropped.
+    rows_N = jnp.where(rows_BT < 0, layer.latent.shape[0], rows_BT).reshape(-1)
+
+    def put(array: Array, values: Array) -> Array:
+        flat = values.reshape(rows_N.shape[0], -1).astype(array.dtype)
+        return array.at[rows_N].set(flat, mode="drop")
+
+    layer = layer._replace(rope=put(layer.rope, rope_BTR))
+    if layer.latent_scale is None or layer.index_scale is None:
+        return layer._replace(
+            latent=put(layer.latent, latent_BTC), index=put(layer.index, index_BTX)
+        )
+    latent, latent_scale = fp8.quantize(latent_BTC)
+    index, index_scale = fp8.quantize(index_BTX)
+    return layer._replace(
+        latent=put(layer.latent, latent),
+        latent_scale=put(layer.latent_scale, latent_scale),
+        index=put(layer.index, index),
+        index_scale=put(layer.index_scale, index_scale),
+    )
+
+
+def write_experts(
+    layer: LayerCache, rows_BT: Int[Array, "B T"], experts_BTA: Int[Array, "B T A"]
+) -> LayerCache:
+    """Write the tokens' experts into their rows, where the layer keeps them.
+
+    Args:
+        layer: The layer.
+        rows_BT: Cache row of each token; -1 writes nothing.
+        experts_BTA: Chosen experts.
+
+    Returns:
+        The layer.
+    """
+    if layer.experts is None:
+        return layer
+    rows_N = jnp.where(rows_BT < 0, layer.experts.shape[0], rows_BT).reshape(-1)
+    flat = experts_BTA.reshape(rows_N.shape[0], -1).astype(layer.experts.dtype)
+    return layer._replace(experts=layer.experts.at[rows_N].set(flat, mode="drop"))
+
+
+def read_latents(
+    layer: LayerCache, view: View, dtype: DTypeLike
+) -> tuple[Float[Array, "B S C"], Float[Array, "B S R"]]:
+    """Return every sequence's latents and rope keys in order of position, zeros past its last token.
+
+    Args:
+        layer: The layer.
+        view: The sequences.
+        dtype: Of the result.
+
+    Returns:
+        (latents, rope keys), S = P * page_size.
+    """
+    latent = _read(layer.latent, layer.latent_scale, view)
+    return latent.astype(dtype), _read(layer.rope, None, view).astype(dtype)
+
+
+def read_index_keys(layer: LayerCache, view: View, dtype: DTypeLike) -> Float[Array, "B S X"]:
+    """Return every sequence's index keys in order of position, zeros past its last token.
+
+    Args:
+        layer: The layer.
+        view: The sequences.
+        dtype: Of the result.
+
+    Returns:
+        Index keys, S = P * page_size.
+    """
+    return _read(layer.index, layer.index_scale, view).astype(dtype)
+
+
+def _read(array: Array, scale: Array | None, view: View) -> Array:
+    last_B = jnp.max(view.end, axis=1)
+    values = pages.read_pages(array, view.table, view.page_size, last_B)
+    if scale is None:
+        return values
+    return fp8.dequantize(values, pages.read_pages(scale, view.table, view.page_size, last_B))

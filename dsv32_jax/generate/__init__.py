@@ -1,0 +1,1 @@
+"""Generation: paged cache, chunked prefill, continuous batching, sampling, speculative decoding."""

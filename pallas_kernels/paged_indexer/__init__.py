@@ -1,0 +1,1 @@
+"""Selection of the best keys of a sequence whose index keys lie in pages."""

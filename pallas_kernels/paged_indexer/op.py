@@ -1,0 +1,58 @@
+"""Public op: exact top-k selection by the indexer over keys that lie in pages."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.fp8 import op as fp8
+from pallas_kernels.paged_indexer import reference
+from pallas_kernels.topk_select.op import indexer_topk
+
+IMPLEMENTATIONS = ("reference",)
+
+
+def paged_indexer_topk(
+    q_TJX: Float[Array, "B T J X"],
+    k_NX: Float[Array, "N X"],
+    w_TJ: Float[Array, "B T J"],
+    table_BP: Int[Array, "B P"],
+    *,
+    k: int,
+    page_size: int,
+    end: Int[Array, "B T"],
+    k_scale_NG: Float[Array, "N G"] | None = None,
+    implementation: str | None = None,
+) -> Int[Array, "B T K"]:
+    """Select the k best keys of each query among the first `end` positions of its sequence.
+
+    As `indexer_topk` over the keys `k_NX[table[b, s // page_size] * page_size + s % page_size]`; the result is
+    positions in the sequence, so that ties go to the earlier token wherever its page lies. Forward only.
+
+    Args:
+        q_TJX: Index queries of each sequence.
+        k_NX: Index keys of every cache row, float, or float8_e4m3fn with `k_scale_NG`.
+        w_TJ: Head weights with the scales folded in.
+        table_BP: int32, each sequence's pages in order; entries past its end may be anything in range.
+        k: Slots per query, at least 1.
+        page_size: Rows of a page.
+        end: int32, one past the last visible position of each query; 0 selects nothing.
+        k_scale_NG: float32, one power of two per block of X / G dims; None for unquantised keys.
+        implementation: None picks the best.
+
+    Returns:
+        int32 positions in ascending order, then -1.
+
+    Raises:
+        ValueError: If k < 1, quantised keys lack their scales or `implementation` is unknown.
+    """
+    dispatch.choose("paged_indexer_topk", implementation, IMPLEMENTATIONS)
+    if (k_NX.dtype.itemsize == 1) != (k_scale_NG is not None):
+        raise ValueError(
+            f"paged_indexer_topk: {k_NX.dtype} keys {'need' if k_scale_NG is None else 'have no'} scales"
+        )
+    last_B = jnp.max(end, axis=1)
+    keys_BSX = reference.read_pages(k_NX, table_BP, page_size, last_B)
+    if k_scale_NG is not None:
+        scale_BSG = reference.read_pages(k_scale_NG, table_BP, page_size, last_B)
+        keys_BSX = fp8.dequantize(keys_BSX, scale_BSG).astype(q_TJX.dtype)
+    return indexer_topk(q_TJX, keys_BSX, w_TJ, k=k, start=jnp.zeros_like(end), end=end)

@@ -1,0 +1,1 @@
+"""Attention to listed rows of a paged cache, in absorbed MQA form."""
