@@ -1,0 +1,396 @@
+"""Continuous batching: requests join and leave a running batch, a step at a time."""
+
+import collections
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+import numpy as np
+
+from dsv32_jax import cache as caches
+from dsv32_jax import sharding
+from dsv32_jax.config import require
+from dsv32_jax.generate import decoder as decoders
+from dsv32_jax.generate import steps
+from dsv32_jax.generate.pages import ROOT, PagePool
+from dsv32_jax.generate.protocol import (
+    EngineConfig,
+    Event,
+    FinishEvent,
+    FinishReason,
+    QueueFullError,
+    Stats,
+    TokenEvent,
+)
+from dsv32_jax.generate.sampling import Knobs, SamplingParams
+from dsv32_jax.model import DeepSeekV32
+
+MIN_TABLE = 4  # times the top-k: below that much context a step's cost hardly depends on it
+
+
+@dataclass
+class _Sequence:
+    """A request and how far it has come. Rows of the cache exist for the first `n_cached` tokens."""
+
+    number: int
+    tokens: list[int]
+    n_prompt: int
+    params: SamplingParams
+    ends: frozenset[int]
+    slot: int = -1
+    n_cached: int = 0
+    pages: list[int] = field(default_factory=list)
+    named: int = 0  # pages that can be found
+    last_name: bytes = ROOT
+
+    @property
+    def n_drawn(self) -> int:
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def n_prefill(self) -> int:
+        """Tokens whose rows the prefill makes: all of a prompt; of one that lost its pages all but the last drawn."""
+        return len(self.tokens) - (self.n_drawn > 0)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.n_cached < self.n_prefill
+
+
+class Engine:
+    """Runs requests. Not thread-safe: one thread calls it.
+
+    The same request gives the same tokens whatever else is in the batch: its draws depend on its seed and positions
+    alone, and every step has one shape. (`reuse_prefixes` changes which step computes a row, and so its rounding.)
+    """
+
+    def __init__(self, model: DeepSeekV32, cfg: EngineConfig, *, eos_id: int | None = None):
+        """Lay out the cache; steps are compiled when first needed, one per power of two of context.
+
+        Args:
+            model: The model.
+            cfg: How to run it.
+            eos_id: The id that ends a text, if there is one.
+
+        Raises:
+            ValueError: If `speculative` is asked of a model without MTP, or a mesh does not divide the batch.
+        """
+        if cfg.speculative and model.mtp is None:
+            raise ValueError("speculative=True needs a model with an MTP module")
+        shards = sharding.axis_size(*sharding.BATCH_AXES)
+        require(
+            shards == 1 or cfg.n_slots % shards == 0,
+            f"n_slots={cfg.n_slots} must be a multiple of {shards}",
+        )
+        self.cfg, self.stats, self.vocab_size = cfg, Stats(), model.cfg.vocab_size
+        self._eos_id = eos_id
+        self._static = steps.Static(model.cfg, cfg.cache.page_size, cfg.mode, cfg.keep_sets)
+        self._decoder = decoders.from_model(model)
+        self._cache = caches.make_cache(model.cfg, cfg.cache, mtp=cfg.speculative)
+        self._draft = (
+            steps.empty_draft(cfg.n_slots, model.cfg.vocab_size) if cfg.speculative else None
+        )
+        self._pool = PagePool(cfg.cache.n_pages, cfg.cache.page_size, lookahead=cfg.speculative)
+        self._waiting: collections.deque[_Sequence] = collections.deque()
+        self._running: dict[int, _Sequence] = {}  # by number, in order of admission
+        self._numbers = itertools.count()
+        self._cancelled: set[int] = set()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._waiting)
+
+    @property
+    def n_running(self) -> int:
+        """Requests with a slot."""
+        return len(self._running)
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """What a token occupies in the cache."""
+        return caches.bytes_per_token(self._cache)
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        """Queue a request.
+
+        Args:
+            prompt: Ids, at least one.
+            params: How its tokens are drawn.
+
+        Returns:
+            The request's number, which its events carry.
+
+        Raises:
+            QueueFullError: `max_waiting` requests wait already.
+            ValueError: The prompt is empty, too long for `max_len`, or has an id outside the vocabulary.
+        """
+        tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise ValueError("the prompt has no token")
+        wrong = next((t for t in tokens if not 0 <= t < self.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"token {wrong} of the prompt is not in [0, {self.vocab_size})")
+        if len(tokens) >= self.cfg.max_len:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens; max_len={self.cfg.max_len} leaves no room for one more"
+            )
+        if len(self._waiting) >= self.cfg.max_waiting:
+            raise QueueFullError(f"max_waiting={self.cfg.max_waiting} requests wait already")
+        ends = set(params.stop_ids)
+        if self._eos_id is not None and not params.ignore_eos:
+            ends.add(self._eos_id)
+        sequence = _Sequence(next(self._numbers), tokens, len(tokens), params, frozenset(ends))
+        self._waiting.append(sequence)
+        return sequence.number
+
+    def cancel(self, request: int) -> None:
+        """End a request at the next step; one that is done already is left alone."""
+        self._cancelled.add(request)
+
+    def step(self) -> list[Event]:
+        """Admit what fits, run one piece of a prompt, and draw for every sequence that has its prompt behind it.
+
+        Returns:
+            What happened, in order.
+        """
+        events = self._drop_cancelled()
+        self._admit()
+        events += self._prefill()
+        events += self._decode()
+        return events
+
+    def run(self) -> Iterator[Event]:
+        """Step until no request is left.
+
+        Yields:
+            Events as they come.
+        """
+        while self.has_work:
+            yield from self.step()
+
+    def _drop_cancelled(self) -> list[Event]:
+        events: list[Event] = []
+        for sequence in [*self._running.values(), *self._waiting]:
+            if sequence.number in self._cancelled:
+                events.append(self._finish(sequence, "cancelled"))
+        self._cancelled.clear()
+        return events
+
+    def _admit(self) -> None:
+        """Give slots to waiting requests whose prompts have room, in order of arrival."""
+        while self._waiting and len(self._running) < self.cfg.n_slots:
+            sequence = self._waiting[0]
+            needed = sum(self._missing(s) for s in [sequence, *self._running.values()])
+            if self._pool.n_available < needed and self._running:
+                return
+            self._waiting.popleft()
+            if self.cfg.reuse_prefixes:
+                begin = sequence.tokens[: sequence.n_prefill]
+                sequence.pages, sequence.last_name = self._pool.find(begin)
+                sequence.named = len(sequence.pages)
+                sequence.n_cached = sequence.named * self._pool.page_size
+                self.stats.reused_tokens += sequence.n_cached
+            taken = {other.slot for other in self._running.values()}
+            sequence.slot = next(i for i in range(self.cfg.n_slots) if i not in taken)
+            self._running[sequence.number] = sequence
+
+    def _missing(self, sequence: _Sequence) -> int:
+        """Return how many pages a sequence still lacks for its prompt and a token after it."""
+        wanted = -(-(len(sequence.tokens) + 1) // self._pool.page_size)
+        return max(wanted - len(sequence.pages), 0)
+
+    def _prefill(self) -> list[Event]:
+        """Run the next piece of the oldest prompt that is not through."""
+        sequence = next((s for s in self._running.values() if s.is_prefilling), None)
+        if sequence is None:
+            return []
+        first, size = sequence.n_cached, self.cfg.prefill_chunk
+        last = min(first + size, sequence.n_prefill)
+        if not self._make_room(sequence, last):
+            return []
+        piece = sequence.tokens[first : last + 1]
+        pad = size + 1 - len(piece)
+        padded = np.asarray(piece + [0] * pad, np.int32)
+        position = np.arange(first, first + size, dtype=np.int32)
+        draws = last == len(sequence.tokens)
+        self._cache, self._draft, drawn = steps.prefill(
+            self._static, self._decoder, self._cache, self._draft, np.int32(sequence.slot),
+            padded[None, :-1], padded[None, 1:], np.where(position < last, position, -1)[None],
+            self._table([sequence]), self._knobs([sequence]), np.bool_(draws),
+        )  # fmt: skip
+        self.stats.prompt_tokens += last - first
+        sequence.n_cached = last
+        if draws:
+            return self._collect([sequence], drawn)
+        self._remember(sequence)
+        return []
+
+    def _decode(self) -> list[Event]:
+        """Draw for every sequence whose prompt is through."""
+        batch = []
+        for sequence in list(self._running.values()):
+            if sequence.number not in self._running or sequence.is_prefilling:
+                continue  # it lost its pages to an older one, or has nothing to go on from
+            wanted = len(sequence.tokens) + self.cfg.speculative
+            if self._make_room(sequence, min(wanted, self.cfg.max_len)):
+                batch.append(sequence)
+        if not batch:
+            return []
+        by_slot: list[_Sequence | None] = [None] * self.cfg.n_slots
+        for sequence in batch:
+            by_slot[sequence.slot] = sequence
+        token = np.asarray([s.tokens[-1] if s else 0 for s in by_slot], np.int32)
+        position = np.asarray([len(s.tokens) - 1 if s else -1 for s in by_slot], np.int32)
+        table, knobs = self._table(by_slot), self._knobs(by_slot)
+        if self._draft is None:
+            self._cache, drawn = steps.decode(
+                self._static, self._decoder, self._cache, token, position, table, knobs
+            )
+        else:
+            uses = np.asarray([s is not None and self._has_room_for_two(s) for s in by_slot])
+            self._cache, self._draft, drawn = steps.speculate(
+                self._static, self._decoder, self._cache, self._draft, token, position, uses,
+                table, knobs,
+            )  # fmt: skip
+            self.stats.drafts += int(uses.sum())
+            self.stats.accepted += int((np.asarray(drawn.n)[uses] == 2).sum())
+        for sequence in batch:
+            sequence.n_cached = len(sequence.tokens)
+        return self._collect(by_slot, drawn)
+
+    def _has_room_for_two(self, sequence: _Sequence) -> bool:
+        # The draft's row comes after the last token's; what is drawn after it must be wanted too.
+        left = min(
+            self.cfg.max_len - len(sequence.tokens), sequence.params.max_tokens - sequence.n_drawn
+        )
+        return left >= 2
+
+    def _collect(self, by_row: Sequence[_Sequence | None], drawn: steps.Drawn) -> list[Event]:
+        """Hand drawn tokens to their sequences and end those that are done."""
+        token, log_p, n = (np.asarray(x) for x in (drawn.token, drawn.log_p, drawn.n))
+        kept = None if drawn.kept is None else np.asarray(drawn.kept)
+        events: list[Event] = []
+        for row, sequence in enumerate(by_row):
+            if sequence is None:
+                continue
+            reason = None
+            for i in range(n[row]):
+                sequence.tokens.append(int(token[row, i]))
+                # Of two tokens the first is the draft, whose rows the step has written.
+                sequence.n_cached = len(sequence.tokens) - 1
+                ids = None if kept is None else _unpack(kept[row, i], self.vocab_size)
+                events.append(
+                    TokenEvent(sequence.number, int(token[row, i]), float(log_p[row, i]), ids)
+                )
+                self.stats.drawn_tokens += 1
+                reason = self._reason_to_end(sequence)
+                if reason is not None:
+                    break
+            self._remember(sequence)
+            if reason is not None:
+                events.append(self._finish(sequence, reason))
+        return events
+
+    def _reason_to_end(self, sequence: _Sequence) -> FinishReason | None:
+        if sequence.tokens[-1] in sequence.ends:
+            return "stop"
+        full = len(sequence.tokens) >= self.cfg.max_len
+        return "length" if full or sequence.n_drawn >= sequence.params.max_tokens else None
+
+    def _finish(self, sequence: _Sequence, reason: FinishReason) -> FinishEvent:
+        experts = self._experts_of(sequence)
+        self._release(sequence)
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        self.stats.finished += 1
+        return FinishEvent(sequence.number, reason, experts)
+
+    def _release(self, sequence: _Sequence) -> None:
+        self._running.pop(sequence.number, None)
+        for page in reversed(
+            sequence.pages
+        ):  # so that a text's end is forgotten before its beginning
+            self._pool.let_go(page)
+        sequence.pages, sequence.n_cached, sequence.named = [], 0, 0
+        sequence.last_name, sequence.slot = ROOT, -1
+
+    def _make_room(self, sequence: _Sequence, n_tokens: int) -> bool:
+        """Give a sequence pages for its first n tokens; the youngest sequences lose theirs if there are none left.
+
+        Returns:
+            False if the sequence itself had to go back to the queue.
+        """
+        while len(sequence.pages) * self._pool.page_size < n_tokens:
+            page = self._pool.take()
+            if page is not None:
+                sequence.pages.append(page)
+                continue
+            youngest = next(reversed(self._running.values()))
+            self._release(youngest)
+            self._waiting.appendleft(youngest)
+            self.stats.preempted += 1
+            if youngest is sequence:
+                return False
+        return True
+
+    def _remember(self, sequence: _Sequence) -> None:
+        """Make the pages findable that the last step has filled."""
+        size, ahead = self._pool.page_size, int(self.cfg.speculative)
+        while self.cfg.reuse_prefixes:
+            end = (sequence.named + 1) * size
+            if end > sequence.n_cached or end + ahead > len(sequence.tokens):
+                return
+            sequence.last_name = self._pool.remember(
+                sequence.tokens, sequence.named, sequence.pages[sequence.named], sequence.last_name
+            )
+            sequence.named += 1
+
+    def _table(self, by_row: Sequence[_Sequence | None]) -> np.ndarray:
+        """Return the page tables, as wide as the next power of two, which is what a step is compiled for."""
+        shortest = MIN_TABLE * self._static.cfg.indexer.topk // self._pool.page_size
+        widest = max(shortest, 1, *(len(s.pages) for s in by_row if s))
+        table = np.zeros((len(by_row), 1 << (widest - 1).bit_length()), np.int32)
+        for row, sequence in enumerate(by_row):
+            if sequence is not None:
+                table[row, : len(sequence.pages)] = sequence.pages
+        return table
+
+    def _knobs(self, by_row: Sequence[_Sequence | None]) -> Knobs:
+        idle = SamplingParams()
+        params = [s.params if s else idle for s in by_row]
+        return Knobs(
+            jnp.asarray([p.temperature for p in params], jnp.float32),
+            jnp.asarray([p.top_p for p in params], jnp.float32),
+            jnp.asarray([p.top_k for p in params], jnp.int32),
+            jnp.asarray([p.seed for p in params], jnp.uint32),
+        )
+
+    def _experts_of(self, sequence: _Sequence) -> np.ndarray | None:
+        """Read the experts of a sequence's tokens out of its pages."""
+        if not self.cfg.cache.keep_experts:
+            return None
+        size, n_main = self._pool.page_size, self._static.cfg.n_layers
+        kept = [layer.experts for layer in self._cache[:n_main] if layer.experts is not None]
+        if not kept:
+            return None
+        n_active = self._static.cfg.moe.n_active
+        experts = np.full((len(kept), len(sequence.tokens), n_active), -1, np.int32)
+        place = np.arange(sequence.n_cached)
+        if place.size:
+            # Padded to a power of two, so that few lengths compile.
+            place = np.pad(place, (0, (1 << (place.size - 1).bit_length()) - place.size))
+            rows = np.asarray(sequence.pages, np.int32)[place // size] * size + place % size
+            read = np.stack([np.asarray(jnp.take(x, rows, axis=0)) for x in kept])
+            experts[:, : sequence.n_cached] = read[:, : sequence.n_cached]
+        return experts
+
+
+def _unpack(bits: np.ndarray, vocab_size: int) -> np.ndarray:
+    return np.flatnonzero(np.unpackbits(bits, count=vocab_size)).astype(np.int32)
