@@ -132,6 +132,8 @@ def run_experts(
     """
     w1_EDF, w3_EDF, w2_EFD = (w.astype(x_ND.dtype) for w in weights)
     n_local = w1_EDF.shape[0]
+    if experts_NA.size < n_local:
+        return _run_chosen(x_ND, experts_NA - first_expert, gates_NA, (w1_EDF, w3_EDF, w2_EFD))
     block = _block_rows(experts_NA.size, n_local)
     plan = plan_dispatch(experts_NA, n_local, first_expert, block)
     x_MD = _to_rows(x_ND, plan.token, plan.row)
@@ -141,6 +143,17 @@ def run_experts(
 
     hidden_MF = layers.swiglu(multiply(x_MD, w1_EDF), multiply(x_MD, w3_EDF))
     out_NAD = _from_rows(multiply(hidden_MF, w2_EFD), plan.token, plan.row)
+    return jnp.einsum("na,nad->nd", gates_NA, out_NAD.astype(jnp.float32))
+
+
+def _run_chosen(x_ND: Array, local_NA: Array, gates_NA: Array, weights: tuple) -> Array:
+    """Read each choice's own weights: with fewer choices than experts, as in decoding, the rest need not be read."""
+    n_local = weights[0].shape[0]
+    here_NA = (local_NA >= 0) & (local_NA < n_local)
+    w1_NADF, w3_NADF, w2_NAFD = (w[jnp.where(here_NA, local_NA, 0)] for w in weights)
+    gate_NAF, up_NAF = (jnp.einsum("nd,nadf->naf", x_ND, w) for w in (w1_NADF, w3_NADF))
+    out_NAD = jnp.einsum("naf,nafd->nad", layers.swiglu(gate_NAF, up_NAF), w2_NAFD)
+    gates_NA = jnp.where(here_NA, gates_NA, 0)
     return jnp.einsum("na,nad->nd", gates_NA, out_NAD.astype(jnp.float32))
 
 

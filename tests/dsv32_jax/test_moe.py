@@ -72,6 +72,19 @@ def test_experts_held_elsewhere_add_nothing(rng, weights):
         np.testing.assert_allclose(out, expected, atol=FLOAT32_TOL * 10)
 
 
+@pytest.mark.parametrize(("n_tokens", "first"), [(1, 0), (2, 0), (1, 2)])
+def test_fewer_choices_than_experts_read_their_own_weights(
+    rng, weights, n_tokens, first, monkeypatch
+):
+    monkeypatch.setattr(moe, "plan_dispatch", None)  # the sorted form is not used
+    experts = draw_choices(rng, "even")[:n_tokens]
+    x, gates = rng.normal(size=(n_tokens, D)), rng.uniform(size=experts.shape)
+    local = float32(*[w[first:] for w in weights])
+    out = moe.run_experts(*float32(x), jnp.asarray(experts), *float32(gates), local, first)
+    expected = loop_over_tokens(x, experts, gates, *weights, held=range(first, E))
+    np.testing.assert_allclose(out, expected, atol=FLOAT32_TOL * 10)
+
+
 @pytest.mark.parametrize("kind", ["even", "one expert"])
 def test_gradients_equal_those_of_a_sum_over_all_experts(rng, weights, kind):
     experts = draw_choices(rng, kind)
