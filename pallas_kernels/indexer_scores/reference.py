@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+FEW_QUERIES = 8
 UNROLLED_HEADS = 4  # few heads compile to straight code, many to a loop
 
 
@@ -16,7 +17,17 @@ def key_mask(start_T: Int[Array, " T"], end_T: Int[Array, " T"], n_keys: int) ->
 def raw_scores(
     q_TJX: Float[Array, "T J X"], k_SX: Float[Array, "S X"], w_TJ: Float[Array, "T J"]
 ) -> Float[Array, "T S"]:
-    """Score each key for each query in float32, head by head, so that no [T, J, S] array exists."""
+    """Score each key for each query in float32, head by head, so that no [T, J, S] array exists.
+
+    A few queries, as in decoding, make one product for all heads, which reads the keys once; the heads are added in the
+    same order.
+    """
+    if q_TJX.shape[0] <= FEW_QUERIES:
+        dots_TJS = jnp.einsum("tjx,sx->tjs", q_TJX, k_SX, preferred_element_type=jnp.float32)
+        total_TS = jnp.zeros_like(dots_TJS[:, 0])
+        for j in range(q_TJX.shape[1]):
+            total_TS += w_TJ[:, j, None].astype(jnp.float32) * jax.nn.relu(dots_TJS[:, j])
+        return total_TS
 
     @jax.checkpoint
     def add_head(total_TS: Array, head: tuple[Array, Array]) -> tuple[Array, None]:
