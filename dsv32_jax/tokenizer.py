@@ -54,6 +54,10 @@ class Tokenizer(Protocol):
         """Return the text of `ids`."""
         ...
 
+    def token_id(self, text: str) -> int | None:
+        """Return the one id that `text` encodes to if it is a token by itself, else None."""
+        ...
+
 
 class ByteTokenizer:
     """Treat each UTF-8 byte as a token: ids 0 to 255, then bos 256, eos 257 and pad 258.
@@ -104,6 +108,18 @@ class ByteTokenizer:
             bytes((i,)) if 0 <= i < 256 else unknown for i in map(int, ids) if i not in specials
         ]
         return b"".join(parts).decode("utf-8", errors="replace")
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of a text that is one token.
+
+        Args:
+            text: any string without lone surrogates.
+
+        Returns:
+            its byte if it has only one, else None.
+        """
+        ids = self.encode(text)
+        return ids[0] if len(ids) == 1 else None
 
 
 class HFTokenizer:
@@ -196,6 +212,18 @@ class HFTokenizer:
             the text.
         """
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of a text that is one token.
+
+        Args:
+            text: any string without lone surrogates.
+
+        Returns:
+            the id of the token that is spelled so, if the text also encodes to it, else None.
+        """
+        token = self._tokenizer.token_to_id(text)
+        return token if token is not None and self.encode(text) == [token] else None
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer:

@@ -131,3 +131,18 @@ def test_a_broken_config_is_an_error(hf_folder, content, words):
     (hf_folder / "tokenizer_config.json").write_text(content)
     with pytest.raises(ValueError, match=words):
         tokenizer.load_tokenizer(str(hf_folder))
+
+
+def test_a_text_that_is_one_token_has_its_id(hf_folder):
+    loaded = tokenizer.HFTokenizer(hf_folder)
+    assert loaded.token_id("<bos>") == 1
+    assert [loaded.token_id("a")] == loaded.encode("a")
+    assert tokenizer.ByteTokenizer().token_id("a") == 97
+
+
+def test_a_text_that_is_no_token_or_does_not_encode_to_it_has_no_id(hf_folder):
+    loaded = tokenizer.HFTokenizer(hf_folder)
+    assert loaded.token_id("<nowhere>") is None
+    assert loaded.token_id("<unk>") is None  # in the vocabulary, but spelled in characters
+    assert tokenizer.ByteTokenizer().token_id("</s>") is None
+    assert tokenizer.ByteTokenizer().token_id("é") is None
