@@ -1,4 +1,4 @@
-"""Messages to text and back, in DeepSeek-V3.2's official format."""
+"""Messages to text and tokens and back, in DeepSeek-V3.2's official format."""
 
 from dsv32_jax.encoding.blocks import read_response_format_block, read_tools_block
 from dsv32_jax.encoding.errors import EncodingError
@@ -18,6 +18,14 @@ from dsv32_jax.encoding.parser import (
     parse_completion,
     parse_completion_tolerant,
 )
+from dsv32_jax.encoding.tokens import (
+    SpecialTokens,
+    TokenizedMessages,
+    append_turn,
+    decode_text,
+    encode_text,
+    encode_to_tokens,
+)
 
 __all__ = [
     "ArgumentsDelta",
@@ -30,8 +38,14 @@ __all__ = [
     "Message",
     "Problem",
     "ReasoningDelta",
+    "SpecialTokens",
     "StreamingParser",
+    "TokenizedMessages",
+    "append_turn",
+    "decode_text",
     "encode_messages",
+    "encode_text",
+    "encode_to_tokens",
     "parse_completion",
     "parse_completion_tolerant",
     "read_response_format_block",
