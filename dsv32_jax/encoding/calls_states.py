@@ -17,7 +17,9 @@ BETWEEN_CALLS = Stops(markup.INVOKE, BLOCK_END, markup.EOS)
 IN_CALL = Stops(markup.PARAMETER, markup.INVOKE_END)
 BEFORE_NAME = Stops(markup.NAME, BARE_PARAMETER_END)
 IN_NAME = Stops(markup.TEXT_VALUE, markup.JSON_VALUE, BARE_PARAMETER_END)
-IN_VALUE = Stops(markup.PARAMETER_END, BARE_PARAMETER_END)
+# A line break after that `<` passes too: the official pattern ends in `$`.
+LOOSE_PARAMETER_END = f"<\n{BARE_PARAMETER_END}"
+IN_VALUE = Stops(markup.PARAMETER_END, LOOSE_PARAMETER_END, BARE_PARAMETER_END)
 AFTER_BROKEN = Stops(markup.INVOKE_END, markup.INVOKE, BLOCK_END, markup.EOS)
 
 
@@ -69,16 +71,17 @@ class CallsStates:
 
     def _leave_header(self, stop: str) -> State:
         header = self._collected()
-        name = _between(header, markup.NAME, '">\n\n', '">\n')
+        # The official pattern is lax about white space before the name and a second line break.
+        start = markup.NAME.lstrip()
+        name = _between(header.lstrip(), start, '">\n\n', '">\n')
         if name is None:
-            # Without doubt about the name, wrong white space costs nothing.
-            name = _between(header.strip(), markup.NAME.strip(), '">')
+            # Without doubt about the name, other white space costs nothing.
+            name = _between(header.strip(), start, '">')
             if name is None:
                 message = f'call {self._read}: the invoke tag must read name="…" and end its line'
                 return self._break("bad_call", f"{message}, not {quote(header)}", stop)
-            self._reader.problem(
-                "layout", f"call {self._read}: white space in the invoke tag", self._reader.entered
-            )
+            message = f"call {self._read}: the invoke tag must be followed by one line break"
+            self._reader.problem("layout", message, self._reader.entered)
         self._reader.emit(CallStart(self._count, name))
         self._count += 1
         return self._after_parameter(stop)

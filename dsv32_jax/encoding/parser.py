@@ -190,6 +190,9 @@ class StreamingParser:
 def parse_completion(text: str, *, thinking_mode: str) -> dict[str, Any]:
     """Read a completion as the official parser does: strictly, repairing nothing.
 
+    Differs from DeepSeek: a block of calls must be closed. The official parser also accepts a text
+    that was cut right behind some of the block's tags.
+
     Args:
         text: what the model wrote after the prompt, with the token that ends the turn; after
             calls that may be missing. In thinking mode it begins inside the reasoning.

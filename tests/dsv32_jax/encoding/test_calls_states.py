@@ -62,7 +62,6 @@ def test_a_broken_call_is_left_out_and_those_around_it_are_kept(broken, kind):
     "shifted",
     [
         call("good", parameter("a")).replace('">\n', '">\n\n\n'),
-        call("good", parameter("a")).replace(' name="good', '  name="good'),
         call("good", parameter("a") + "\n"),
         call("good", parameter("a").removesuffix("\n")),
         call("good", parameter("a")).removesuffix("\n"),
@@ -73,6 +72,16 @@ def test_a_call_whose_white_space_alone_is_wrong_is_kept_with_a_problem(shifted)
     calls, kinds, _ = read(shifted, GOOD, CLOSE, EOS)
     assert calls == [GOOD_READ, GOOD_READ]
     assert kinds == ["layout"]
+
+
+def test_what_the_official_patterns_let_pass_passes():
+    for lax in (
+        GOOD.replace(' name="good', ' \n name="good'),
+        GOOD.replace(' name="good', 'name="good'),
+        GOOD.replace('good">\n', 'good">\n\n'),
+        GOOD.replace("</｜DSML｜parameter", "<\n/｜DSML｜parameter"),
+    ):
+        assert read(lax, CLOSE)[:2] == ([GOOD_READ], [])
 
 
 def test_text_between_calls_is_left_out_with_a_problem():

@@ -34,6 +34,7 @@ TAGS = [
     "</｜DSML｜invoke",
     "<｜DSML｜parameter",
     "</｜DSML｜parameter",
+    "<\n/｜DSML｜parameter",
     "/｜DSML｜parameter",
     "<｜User｜>",
     "<function_results>",
@@ -158,7 +159,11 @@ def until(text, at, stops):
 
 
 def oracle(text, mode):
-    """Parse as the facts say in 8.5, by searching and matching whole pieces."""
+    """Parse by the published rules, by searching and matching whole pieces.
+
+    Differs from DeepSeek: there a text may also end without the token that ends the turn right
+    after one of the block's tags, and what was read so far counts.
+    """
     reasoning, at = "", 0
     if mode == "thinking":
         reasoning, stop, at = until(text, at, ["</think>", CALLS_START])
@@ -189,13 +194,13 @@ def oracle_calls(text, at):
         if stop == "</｜DSML｜function_calls>":
             return tool_calls, at
         header, stop, at = until(text, at, ["<｜DSML｜parameter", "</｜DSML｜invoke"])
-        name = re.fullmatch(r' name="(.*?)">\n\n?', header, re.DOTALL)
+        name = re.fullmatch(r'\s*name="(.*?)">\n\n?', header, re.DOTALL)
         require(name and stop)
         parameters = {}
         while stop == "<｜DSML｜parameter":
             inner, stop, at = until(text, at, ["/｜DSML｜parameter"])
             require(stop)
-            found = re.fullmatch(r' name="(.*?)" string="(true|false)">(.*)<', inner, re.DOTALL)
+            found = re.fullmatch(r' name="(.*?)" string="(true|false)">(.*)<\n?', inner, re.DOTALL)
             require(found and found[1] not in parameters)
             is_text = found[2] == "true"
             value = json.dumps(found[3], ensure_ascii=False) if is_text else found[3]
