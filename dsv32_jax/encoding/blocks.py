@@ -6,6 +6,7 @@ The official wording belongs to the official checkpoint and is read from its `en
 import ast
 import hashlib
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -137,22 +138,13 @@ def _read_candidates(path: Path, *, heading: str, placeholder: str) -> list[str]
         text = file.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise EncodingError(f"{file}: not UTF-8 text: {error}") from error
-    if file.suffix != ".py":
-        candidates = [text]
+    if file.suffix == ".py":
+        try:
+            candidates = _read_module(text, heading=heading, placeholder=placeholder)
+        except (SyntaxError, RecursionError, MemoryError) as error:
+            raise EncodingError(f"{file}: can not be parsed as Python: {error}") from error
     else:
-        module = _parse(text, file)
-        constants = _constants(module)
-        templates = (
-            value
-            for node in ast.walk(module)
-            if (value := _string(node, constants)) is not None
-            and heading in value
-            and placeholder in value
-        )
-        template = next(templates, "")
-        # Its other placeholders are filled by the official code, by str.format or an f-string.
-        filled = _fill_tokens(template, TOKEN_NAMES | constants, keep=placeholder)
-        candidates = [template] if filled is None else [template, filled]
+        candidates = [text]
     if heading not in candidates[0] or placeholder not in candidates[0]:
         raise EncodingError(f"{file}: no text with {heading!r} and {placeholder} in it")
     return candidates
@@ -170,11 +162,17 @@ def _file(path: Path) -> Path:
     raise FileNotFoundError(f"{path}: the folder has no encoding/{OFFICIAL_MODULE}")
 
 
-def _parse(text: str, file: Path) -> ast.Module:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise EncodingError(f"{file}: not a Python module: {error}") from error
+def _read_module(source: str, *, heading: str, placeholder: str) -> list[str]:
+    """Return the template as it is spelled, and as the official code fills it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # about escapes in strings: not our module
+        module = ast.parse(source)
+    constants = _constants(module)
+    spelled = (_string(node, constants) for node in ast.walk(module))
+    template = next((s for s in spelled if s and heading in s and placeholder in s), "")
+    # An f-string is filled already; the official code fills its template with str.format.
+    filled = _fill_tokens(template, TOKEN_NAMES | constants, keep=placeholder)
+    return [template] if filled is None else [template, filled]
 
 
 def _constants(module: ast.Module) -> dict[str, str]:

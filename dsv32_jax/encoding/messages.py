@@ -122,7 +122,7 @@ def spans(
         add_bos: as for `encode_messages`.
 
     Returns:
-        the spans, none of them empty.
+        the spans.
 
     Raises:
         EncodingError: as for `encode_messages`.
@@ -146,7 +146,7 @@ def spans(
             written += _render(everything, i, anchor=anchor, last_user=last_user, form=form)
         except EncodingError as error:
             raise EncodingError(f"message {i} ({message['role']}): {error}") from error
-    return [span for span in written if span.text]
+    return written
 
 
 def check_thinking_mode(thinking_mode: str) -> None:

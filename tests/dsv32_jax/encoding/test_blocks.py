@@ -95,6 +95,11 @@ def test_the_module_is_never_executed(checkpoint, tmp_path):
     assert not trap.exists()
 
 
+def test_odd_escapes_in_the_module_are_nobodys_concern(checkpoint):
+    folder = checkpoint(f"x = '\\d'\nTOOLS = {TEMPLATE!r}")
+    assert read_tools_block(folder, verify=False) == FILLED
+
+
 def test_the_response_format_block_is_found_too(checkpoint):
     source = 'TEMPLATE: str = (\n    "## Response Format:\\n\\nObey:\\n{schema}"\n)\n'
     block = read_response_format_block(checkpoint(source))
@@ -106,8 +111,10 @@ def test_the_response_format_block_is_found_too(checkpoint):
     [
         ("x = 1", "no text with '## Tools'"),
         ("TOOLS = '## Tools'", "no text with '## Tools' and {tool_schemas}"),
-        ("TOOLS = (", "not a Python module"),
-        ("\0", "not a Python module"),
+        ("TOOLS = (", "can not be parsed as Python"),
+        ("\0", "can not be parsed as Python"),
+        ("-" * 100_000 + "1", "can not be parsed as Python"),
+        ("x = " + "'a' + " * 2_000 + "'b'", "can not be parsed as Python"),
     ],
 )
 def test_a_module_without_the_block_is_an_error(checkpoint, source, words):

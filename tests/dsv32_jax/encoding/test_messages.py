@@ -167,6 +167,10 @@ def test_a_conversation_without_a_user_is_wholly_current():
     assert encode(assistant("a", reasoning_content="r")) == f"{BOS}r</think>a{EOS}"
 
 
+def test_a_result_without_content_is_the_text_none():
+    assert "\n<result>None</result>\n" in encode(user(), assistant(tool_calls=[call()]), tool(None))
+
+
 def test_missing_results_leave_their_block_open():
     text = encode(user(), assistant(tool_calls=[call("f"), call("g")]), tool("x"))
     assert text.endswith(f"{EOS}\n\n<function_results>\n<result>x</result>")
@@ -219,6 +223,7 @@ def test_a_developer_message_before_the_last_user_is_an_error_when_thinking_is_d
         encode(*messages)
     with pytest.raises(EncodingError, match="message 0 \\(developer\\)"):
         encode(*messages[1:], context=messages[:1])
+    assert encode(context=messages) == ""
     assert "is: a<｜Assistant｜></think>b" in encode(*messages, drop_thinking=False)
     assert "is: a<｜Assistant｜></think>b" in encode(*messages, mode="chat")
 
