@@ -20,7 +20,7 @@ IN_NAME = Stops(markup.TEXT_VALUE, markup.JSON_VALUE, BARE_PARAMETER_END)
 # A line break after that `<` passes too: the official pattern ends in `$`.
 LOOSE_PARAMETER_END = f"<\n{BARE_PARAMETER_END}"
 IN_VALUE = Stops(markup.PARAMETER_END, LOOSE_PARAMETER_END, BARE_PARAMETER_END)
-AFTER_BROKEN = Stops(markup.INVOKE_END, markup.INVOKE, BLOCK_END, markup.EOS)
+AFTER_BROKEN = Stops(markup.INVOKE, BLOCK_END, markup.EOS)
 
 
 class CallsStates:
@@ -79,7 +79,7 @@ class CallsStates:
             name = _between(header.strip(), start, '">')
             if name is None:
                 message = f'call {self._read}: the invoke tag must read name="…" and end its line'
-                return self._break("bad_call", f"{message}, not {quote(header)}", stop)
+                return self._break("bad_call", f"{message}, not {quote(header)}")
             message = f"call {self._read}: the invoke tag must be followed by one line break"
             self._reader.problem("layout", message, self._reader.entered)
         self._reader.emit(CallStart(self._count, name))
@@ -96,16 +96,16 @@ class CallsStates:
     def _open_name(self, stop: str) -> State:
         text = self._collected()
         if text or stop != markup.NAME:
-            return self._break_parameter(text, stop)
+            return self._break_parameter(text)
         return self._name
 
     def _leave_name(self, stop: str) -> State:
         name = self._collected()
         if stop == BARE_PARAMETER_END:
-            return self._break_parameter(markup.NAME + name, stop)
+            return self._break_parameter(markup.NAME + name)
         if name in self._names:
             message = f"call {self._read}: parameter {quote(name)} is given twice"
-            return self._break("duplicate_parameter", message, stop)
+            return self._break("duplicate_parameter", message)
         self._is_text = stop == markup.TEXT_VALUE
         before = ", " if self._names else "{"
         self._names.add(name)
@@ -119,7 +119,7 @@ class CallsStates:
     def _leave_value(self, stop: str) -> State:
         if stop == BARE_PARAMETER_END:
             message = f"call {self._read}: a parameter's closing tag must begin with '<'"
-            return self._break("bad_parameter", message, stop)
+            return self._break("bad_parameter", message)
         if self._is_text:
             self._add('"')
         return self._next
@@ -128,7 +128,7 @@ class CallsStates:
         gap = self._collected()
         if gap.strip() != ">":
             message = f"call {self._read}: text after a parameter: {quote(gap)}"
-            return self._break("bad_call", message, stop)
+            return self._break("bad_call", message)
         self._check_gap(gap, f"call {self._read}, after a parameter")
         return self._after_parameter(stop)
 
@@ -137,23 +137,21 @@ class CallsStates:
         match stop:
             case markup.INVOKE:
                 return self._open_call()
-            case markup.INVOKE_END:
-                return self.start
             case markup.EOS:
                 return self._cut_block()
         return self._done()
 
-    def _break_parameter(self, text: str, stop: str) -> State:
+    def _break_parameter(self, text: str) -> State:
         message = (
             f'call {self._read}: a parameter tag must read name="…" string="true|false"'
             f" and a closed value, not {quote(text)}"
         )
-        return self._break("bad_parameter", message, stop)
+        return self._break("bad_parameter", message)
 
-    def _break(self, kind: ProblemKind, message: str, stop: str) -> State:
-        """Give the call up, and look for its end unless that is what was found."""
+    def _break(self, kind: ProblemKind, message: str) -> State:
+        """Give the call up, and look for the next one."""
         self._reader.problem(kind, message, self._reader.entered)
-        return self.start if stop == markup.INVOKE_END else self._broken
+        return self._broken
 
     def _cut_block(self) -> State:
         self._report_open_block(self._reader.position - len(markup.EOS))

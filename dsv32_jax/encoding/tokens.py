@@ -5,6 +5,8 @@ is one. Between them is a special token (the think tag that a prompt ends with, 
 turn), so the ids are those of the whole text, and those that sampling after a prompt gives. Only a
 turn that follows a system message or an unanswered call has no token before it; there the ids are
 those that sampling gives.
+
+As officially, a message that spells a special token becomes that token, whoever wrote it.
 """
 
 import re

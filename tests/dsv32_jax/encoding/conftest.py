@@ -15,7 +15,7 @@ DATA = Path(
 )
 # The same examples on every machine and in every run.
 hypothesis.settings.register_profile(
-    "fixed", derandomize=True, database=None, deadline=None, max_examples=200
+    "fixed", derandomize=True, database=None, deadline=None, max_examples=150
 )
 hypothesis.settings.load_profile("fixed")
 

@@ -232,7 +232,7 @@ def test_the_work_on_a_stream_is_linear(opening):
 
 def test_messages_of_problems_spell_no_control_token():
     block = "\n\n<｜DSML｜function_calls>\n"
-    junk = f"<think>{EOS}</think>{BOS}｜DSML｜<｜User｜>"
+    junk = f"<｜User｜><think>{EOS}<｜Assistant｜></think>{BOS}｜DSML｜"
     for text in (
         f"{junk}",
         f"{block}<｜DSML｜invoke name={junk}<｜DSML｜parameter",

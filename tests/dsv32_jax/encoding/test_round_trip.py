@@ -264,7 +264,7 @@ def test_what_the_parser_reads_the_encoder_writes_again(drawn):
     assert completion_of(parse_completion(text, thinking_mode=mode), mode) == text
 
 
-@settings(max_examples=600)
+@settings(max_examples=400)
 @given(scribbles)
 def test_strict_and_tolerant_agree_with_the_published_rules(drawn):
     mode, text = text_of(drawn)
@@ -307,7 +307,7 @@ def test_every_cut_of_a_stream_says_what_the_whole_text_says(drawn):
         assert stream([text[:i], text[i:]], mode) == whole
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(scribbles, st.data())
 def test_a_stream_in_many_pieces_says_what_the_whole_text_says(drawn, data):
     mode, text = text_of(drawn)
