@@ -15,12 +15,14 @@ from dsv32_jax.config_json import config_from_json
 from dsv32_jax.convert.hf_config import read_config
 from dsv32_jax.convert.load import load_official
 from dsv32_jax.model import DeepSeekV32
+from dsv32_jax.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 STATE = "state"
+OFFICIAL = "official"  # what a conversion carries along unchanged
 KINDS = "a folder in the official layout, a training run, its checkpoints, or one step of them"
 
 
@@ -60,6 +62,37 @@ def load_model(path: Path, dtype: Dtype = "float32") -> DeepSeekV32:
         f"{path} has no model_type in its {CONFIG}, as the official layout, and no {CHECKPOINTS} "
         "folder, as a training run that has saved"
     )
+
+
+def load_tokenizer_of(path: Path, override: str | None = None) -> Tokenizer:
+    """Load the tokenizer that goes with a checkpoint.
+
+    Args:
+        path: As for `load_model`.
+        override: "bytes", or the path of a tokenizer.json or of its folder, to use instead.
+
+    Returns:
+        The tokenizer: the folder's own tokenizer.json, a converted checkpoint's, or the one a run was trained with.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it cannot be read.
+    """
+    if override is not None:
+        return load_tokenizer(override)
+    path = path.absolute()
+    if not path.exists():
+        raise FileNotFoundError(f"no folder {path}")
+    run = path.parent.parent if _is_step(path) and path.parent.name == CHECKPOINTS else path
+    run = run.parent if run.name == CHECKPOINTS else run
+    for folder in (run, run / OFFICIAL):
+        if (folder / TOKENIZER_FILE).is_file():
+            return load_tokenizer(str(folder))
+    if (run / CONFIG).is_file():
+        named = _read_json(run / CONFIG).get("data", {}).get("tokenizer")
+        if isinstance(named, str):
+            return load_tokenizer(named)
+    raise FileNotFoundError(f"{path} has no {TOKENIZER_FILE} and names none; give --tokenizer")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
