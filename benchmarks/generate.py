@@ -146,7 +146,7 @@ def _decode(
     times = []
     for _ in range(args.steps + 2):
         began = time.perf_counter()
-        cache, drawn = steps.decode(static, parts, cache, token, position, table, knobs)
+        cache, drawn = steps.compiled().decode(static, parts, cache, token, position, table, knobs)
         drawn.token.block_until_ready()
         times.append(time.perf_counter() - began)
     return float(np.median(times[2:]))
@@ -161,7 +161,7 @@ def _prefill(
     times = []
     for _ in range(max(args.steps // 4, 3) + 1):
         began = time.perf_counter()
-        cache, _, drawn = steps.prefill(
+        cache, _, drawn = steps.compiled().prefill(
             static, parts, cache, None, jnp.int32(0), tokens, tokens, position, table, knobs,
             jnp.bool_(False),
         )  # fmt: skip

@@ -10,12 +10,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
-from dsv32_jax import parameters, segments
+from dsv32_jax import compiling, parameters, segments
 from dsv32_jax.block import LayerStats
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.mla import AttentionMode
 from dsv32_jax.parameters import Parameters
-from train import compiling, losses
+from train import losses
 from train.loop import held_out_batches
 from train.losses import Batch
 from train.recall import CHOICES, RecallSums, recall_probe

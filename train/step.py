@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from dsv32_jax import parameters, sharding
+from dsv32_jax import compiling, parameters, sharding
 from dsv32_jax.config import ModelConfig, require
 from dsv32_jax.model import ModelOutput
 from dsv32_jax.parameters import Arrays, Parameters
-from train import compiling, losses
+from train import losses
 from train.losses import Batch, LossSums, LossWeights
 from train.optimizer import AdamConfig, Rates, apply_updates, group_of, make_optimizer
 from train.stage import ATTENTION, INDEXER_TRAINS, MAIN_TRAINS, Stage

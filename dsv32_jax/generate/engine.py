@@ -2,8 +2,9 @@
 
 import collections
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,39 +24,13 @@ from dsv32_jax.generate.protocol import (
     Stats,
     TokenEvent,
 )
+from dsv32_jax.generate.request import Request
 from dsv32_jax.generate.sampling import Knobs, SamplingParams
 from dsv32_jax.model import DeepSeekV32
 
+logger = logging.getLogger(__name__)
+
 MIN_TABLE = 4  # times the top-k: below that much context a step's cost hardly depends on it
-
-
-@dataclass
-class _Sequence:
-    """A request and how far it has come. Rows of the cache exist for the first `n_cached` tokens."""
-
-    number: int
-    tokens: list[int]
-    n_prompt: int
-    params: SamplingParams
-    ends: frozenset[int]
-    slot: int = -1
-    n_cached: int = 0
-    pages: list[int] = field(default_factory=list)
-    named: int = 0  # pages that can be found
-    last_name: bytes = ROOT
-
-    @property
-    def n_drawn(self) -> int:
-        return len(self.tokens) - self.n_prompt
-
-    @property
-    def n_prefill(self) -> int:
-        """Tokens whose rows the prefill makes: all of a prompt; of one that lost its pages all but the last drawn."""
-        return len(self.tokens) - (self.n_drawn > 0)
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self.n_cached < self.n_prefill
 
 
 class Engine:
@@ -92,10 +67,11 @@ class Engine:
             steps.empty_draft(cfg.n_slots, model.cfg.vocab_size) if cfg.speculative else None
         )
         self._pool = PagePool(cfg.cache.n_pages, cfg.cache.page_size, lookahead=cfg.speculative)
-        self._waiting: collections.deque[_Sequence] = collections.deque()
-        self._running: dict[int, _Sequence] = {}  # by number, in order of admission
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._running: dict[int, Request] = {}  # by number, in order of admission
         self._numbers = itertools.count()
         self._cancelled: set[int] = set()
+        self._shapes: set[tuple[str, tuple[int, ...]]] = set()
 
     @property
     def has_work(self) -> bool:
@@ -146,7 +122,7 @@ class Engine:
         ends = set(params.stop_ids)
         if self._eos_id is not None and not params.ignore_eos:
             ends.add(self._eos_id)
-        sequence = _Sequence(next(self._numbers), tokens, len(tokens), params, frozenset(ends))
+        sequence = Request(next(self._numbers), tokens, len(tokens), params, frozenset(ends))
         self._waiting.append(sequence)
         return sequence.number
 
@@ -201,7 +177,7 @@ class Engine:
             sequence.slot = next(i for i in range(self.cfg.n_slots) if i not in taken)
             self._running[sequence.number] = sequence
 
-    def _missing(self, sequence: _Sequence) -> int:
+    def _missing(self, sequence: Request) -> int:
         """Return how many pages a sequence still lacks for its prompt and a token after it."""
         wanted = -(-(len(sequence.tokens) + 1) // self._pool.page_size)
         return max(wanted - len(sequence.pages), 0)
@@ -219,11 +195,11 @@ class Engine:
         pad = size + 1 - len(piece)
         padded = np.asarray(piece + [0] * pad, np.int32)
         position = np.arange(first, first + size, dtype=np.int32)
-        draws = last == len(sequence.tokens)
-        self._cache, self._draft, drawn = steps.prefill(
+        draws, table = last == len(sequence.tokens), self._table([sequence])
+        self._cache, self._draft, drawn = self._compiled("prefill", table)(
             self._static, self._decoder, self._cache, self._draft, np.int32(sequence.slot),
             padded[None, :-1], padded[None, 1:], np.where(position < last, position, -1)[None],
-            self._table([sequence]), self._knobs([sequence]), np.bool_(draws),
+            table, self._knobs([sequence]), np.bool_(draws),
         )  # fmt: skip
         self.stats.prompt_tokens += last - first
         sequence.n_cached = last
@@ -243,19 +219,19 @@ class Engine:
                 batch.append(sequence)
         if not batch:
             return []
-        by_slot: list[_Sequence | None] = [None] * self.cfg.n_slots
+        by_slot: list[Request | None] = [None] * self.cfg.n_slots
         for sequence in batch:
             by_slot[sequence.slot] = sequence
         token = np.asarray([s.tokens[-1] if s else 0 for s in by_slot], np.int32)
         position = np.asarray([len(s.tokens) - 1 if s else -1 for s in by_slot], np.int32)
         table, knobs = self._table(by_slot), self._knobs(by_slot)
         if self._draft is None:
-            self._cache, drawn = steps.decode(
+            self._cache, drawn = self._compiled("decode", table)(
                 self._static, self._decoder, self._cache, token, position, table, knobs
             )
         else:
             uses = np.asarray([s is not None and self._has_room_for_two(s) for s in by_slot])
-            self._cache, self._draft, drawn = steps.speculate(
+            self._cache, self._draft, drawn = self._compiled("speculate", table)(
                 self._static, self._decoder, self._cache, self._draft, token, position, uses,
                 table, knobs,
             )  # fmt: skip
@@ -265,14 +241,23 @@ class Engine:
             sequence.n_cached = len(sequence.tokens)
         return self._collect(by_slot, drawn)
 
-    def _has_room_for_two(self, sequence: _Sequence) -> bool:
+    def _compiled(self, step: str, table: np.ndarray) -> Callable[..., Any]:
+        """Return a step, saying so when its shape is new, as compiling takes a while."""
+        shape = (step, table.shape)
+        if shape not in self._shapes:
+            self._shapes.add(shape)
+            n_tokens = table.shape[1] * self._pool.page_size
+            logger.info("compiling: %s with up to %d tokens of context", step, n_tokens)
+        return getattr(steps.compiled(), step)
+
+    def _has_room_for_two(self, sequence: Request) -> bool:
         # The draft's row comes after the last token's; what is drawn after it must be wanted too.
         left = min(
             self.cfg.max_len - len(sequence.tokens), sequence.params.max_tokens - sequence.n_drawn
         )
         return left >= 2
 
-    def _collect(self, by_row: Sequence[_Sequence | None], drawn: steps.Drawn) -> list[Event]:
+    def _collect(self, by_row: Sequence[Request | None], drawn: steps.Drawn) -> list[Event]:
         """Hand drawn tokens to their sequences and end those that are done."""
         token, log_p, n = (np.asarray(x) for x in (drawn.token, drawn.log_p, drawn.n))
         kept = None if drawn.kept is None else np.asarray(drawn.kept)
@@ -298,13 +283,13 @@ class Engine:
                 events.append(self._finish(sequence, reason))
         return events
 
-    def _reason_to_end(self, sequence: _Sequence) -> FinishReason | None:
+    def _reason_to_end(self, sequence: Request) -> FinishReason | None:
         if sequence.tokens[-1] in sequence.ends:
             return "stop"
         full = len(sequence.tokens) >= self.cfg.max_len
         return "length" if full or sequence.n_drawn >= sequence.params.max_tokens else None
 
-    def _finish(self, sequence: _Sequence, reason: FinishReason) -> FinishEvent:
+    def _finish(self, sequence: Request, reason: FinishReason) -> FinishEvent:
         experts = self._experts_of(sequence)
         self._release(sequence)
         if sequence in self._waiting:
@@ -312,7 +297,7 @@ class Engine:
         self.stats.finished += 1
         return FinishEvent(sequence.number, reason, experts)
 
-    def _release(self, sequence: _Sequence) -> None:
+    def _release(self, sequence: Request) -> None:
         self._running.pop(sequence.number, None)
         for page in reversed(
             sequence.pages
@@ -321,7 +306,7 @@ class Engine:
         sequence.pages, sequence.n_cached, sequence.named = [], 0, 0
         sequence.last_name, sequence.slot = ROOT, -1
 
-    def _make_room(self, sequence: _Sequence, n_tokens: int) -> bool:
+    def _make_room(self, sequence: Request, n_tokens: int) -> bool:
         """Give a sequence pages for its first n tokens; the youngest sequences lose theirs if there are none left.
 
         Returns:
@@ -340,7 +325,7 @@ class Engine:
                 return False
         return True
 
-    def _remember(self, sequence: _Sequence) -> None:
+    def _remember(self, sequence: Request) -> None:
         """Make the pages findable that the last step has filled."""
         size, ahead = self._pool.page_size, int(self.cfg.speculative)
         while self.cfg.reuse_prefixes:
@@ -352,7 +337,7 @@ class Engine:
             )
             sequence.named += 1
 
-    def _table(self, by_row: Sequence[_Sequence | None]) -> np.ndarray:
+    def _table(self, by_row: Sequence[Request | None]) -> np.ndarray:
         """Return the page tables, as wide as the next power of two, which is what a step is compiled for."""
         shortest = MIN_TABLE * self._static.cfg.indexer.topk // self._pool.page_size
         widest = max(shortest, 1, *(len(s.pages) for s in by_row if s))
@@ -362,7 +347,7 @@ class Engine:
                 table[row, : len(sequence.pages)] = sequence.pages
         return table
 
-    def _knobs(self, by_row: Sequence[_Sequence | None]) -> Knobs:
+    def _knobs(self, by_row: Sequence[Request | None]) -> Knobs:
         idle = SamplingParams()
         params = [s.params if s else idle for s in by_row]
         return Knobs(
@@ -372,7 +357,7 @@ class Engine:
             jnp.asarray([p.seed for p in params], jnp.uint32),
         )
 
-    def _experts_of(self, sequence: _Sequence) -> np.ndarray | None:
+    def _experts_of(self, sequence: Request) -> np.ndarray | None:
         """Read the experts of a sequence's tokens out of its pages."""
         if not self.cfg.cache.keep_experts:
             return None

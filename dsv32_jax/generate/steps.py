@@ -1,12 +1,14 @@
 """The compiled steps: a piece of a prompt, one token for every sequence, and drafts checked two tokens at a time."""
 
-from functools import partial
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from dsv32_jax import compiling
 from dsv32_jax.cache import View
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.generate import decoder as decoders
@@ -74,7 +76,6 @@ def _drawn(static: Static, tokens: list[Array], log_ps: list[Array], n: Array) -
     )
 
 
-@partial(jax.jit, static_argnames="static", donate_argnames=("cache", "draft"))
 def prefill(
     static: Static,
     decoder: Decoder,
@@ -123,7 +124,6 @@ def prefill(
     return cache, draft, drawn
 
 
-@partial(jax.jit, static_argnames="static", donate_argnames="cache")
 def decode(
     static: Static,
     decoder: Decoder,
@@ -154,7 +154,6 @@ def decode(
     return cache, _drawn(static, [drawn_B], [log_p], jnp.ones_like(drawn_B))
 
 
-@partial(jax.jit, static_argnames="static", donate_argnames=("cache", "draft"))
 def speculate(
     static: Static,
     decoder: Decoder,
@@ -205,6 +204,29 @@ def speculate(
     mtp_hidden, cache = decoders.extend_mtp(decoder, cfg, cache, hidden, drawn.token, view, mode)
     guess = _guess(decoder, _pick(mtp_hidden, n_B - 1), knobs, position_B + n_B + 1)
     return cache, guess, drawn
+
+
+class Steps(NamedTuple):
+    """The three steps, compiled where they are first called with a shape."""
+
+    prefill: Callable[..., Any]
+    decode: Callable[..., Any]
+    speculate: Callable[..., Any]
+
+
+@functools.cache
+def compiled() -> Steps:
+    """Return the steps under jit, with the cache and the drafts donated."""
+
+    def jit(step: Callable[..., Any], *donated: str) -> Callable[..., Any]:
+        options = compiling.compiler_options()
+        return jax.jit(
+            step, static_argnames="static", donate_argnames=donated, compiler_options=options
+        )
+
+    return Steps(
+        jit(prefill, "cache", "draft"), jit(decode, "cache"), jit(speculate, "cache", "draft")
+    )
 
 
 def _check(
