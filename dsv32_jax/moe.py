@@ -194,22 +194,31 @@ class MoE(nnx.Module):
 
 
 def _sharded_experts(x: Array, experts: Array, gates: Array, weights: tuple) -> Array:
-    """Gather the tokens of the expert axis, run the local experts on them, and sum back to each token's device."""
+    """Gather the tokens of the expert axis, run the local experts on them, and sum back to each token's device.
+
+    A batch or a sequence that its mesh axes do not divide, such as one prompt's piece, is on every device instead.
+    """
     sharded = sharding.axis_size(*sharding.AXES) > 1  # a collective over an axis of size 1 is free
+    batch, length = (sharding.axis_size(*sharding.RULES[name]) for name in ("batch", "sequence"))
+    split = x.shape[0] % batch == 0 and x.shape[1] % length == 0
 
     def local(x: Array, experts: Array, gates: Array, weights: tuple) -> Array:
         first_expert: Array | int = 0
         if sharded:
-            x, experts, gates = jax.lax.all_gather((x, experts, gates), "expert", tiled=True)
+            if split:
+                x, experts, gates = jax.lax.all_gather((x, experts, gates), "expert", tiled=True)
             first_expert = jax.lax.axis_index("expert") * weights[0].shape[0]
         x_ND, experts_NA, gates_NA = (a.reshape(-1, a.shape[-1]) for a in (x, experts, gates))
         out = run_experts(x_ND, experts_NA, gates_NA, weights, first_expert).reshape(x.shape)
         if sharded:
             out = jax.lax.psum(out, "tensor")
-            out = jax.lax.psum_scatter(out, "expert", tiled=True)
+            if split:
+                out = jax.lax.psum_scatter(out, "expert", tiled=True)
+            else:
+                out = jax.lax.psum(out, "expert")
         return out
 
-    token = spec("batch", "sequence")
+    token = spec("batch", "sequence") if split else spec()
     weight_specs = (
         spec("experts", None, "ffn"),
         spec("experts", None, "ffn"),

@@ -1,0 +1,65 @@
+"""Run by test_sharded_engine.py in a process of its own with 8 devices: what a mesh draws, and what one device does.
+
+Reads a list of meshes as JSON; prints for each a line of JSON with the tokens of both and the spread of the cache.
+"""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv32_jax import config, parameters, sharding
+from dsv32_jax.cache import CacheConfig
+from dsv32_jax.generate.engine import Engine
+from dsv32_jax.generate.protocol import EngineConfig, TokenEvent
+from dsv32_jax.generate.sampling import SamplingParams
+
+ENGINE = EngineConfig(
+    n_slots=4, max_len=32, prefill_chunk=8, cache=CacheConfig(n_pages=32, page_size=4)
+)
+
+
+def complete(cfg, arrays, mesh, speculative):
+    """Return the tokens of three requests, and over how many devices the cache lies."""
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(arrays, parameters.shardings(cfg, mesh))
+        model = parameters.assemble(cfg, placed)
+        engine = Engine(model, dataclasses.replace(ENGINE, speculative=speculative))
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(0, cfg.vocab_size, size=n).tolist() for n in (3, 17, 10)]
+        numbers = [
+            engine.submit(prompt, SamplingParams(max_tokens=8, seed=i))
+            for i, prompt in enumerate(prompts)
+        ]
+        tokens = {number: [] for number in numbers}
+        for event in engine.run():
+            if isinstance(event, TokenEvent):
+                tokens[event.request].append(event.token)
+        shard = engine._cache[0].latent.addressable_shards[0].data
+        return list(tokens.values()), engine._cache[0].latent.size // shard.size
+
+
+def main():
+    tiny = config.tiny()
+    cfg = dataclasses.replace(tiny, vocab_size=96, n_layers=2)
+    rng = np.random.default_rng(1)
+    arrays = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), jnp.float32), parameters.abstract(cfg)
+    )
+    one = sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1])
+    for sizes, speculative in json.loads(sys.argv[1]):
+        mesh_cfg = sharding.MeshConfig(
+            **{"ici_fsdp": 1} | {f"ici_{a}": n for a, n in sizes.items()}
+        )
+        mesh = sharding.make_mesh(mesh_cfg, jax.devices()[: int(np.prod(list(sizes.values())))])
+        found, spread = complete(cfg, arrays, mesh, speculative)
+        expected, _ = complete(cfg, arrays, one, speculative)
+        line = json.dumps({"found": found, "expected": expected, "spread": spread})
+        sys.stdout.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
