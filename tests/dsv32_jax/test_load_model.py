@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 from dsv32_jax import config, errors, load_model, parameters
 from train import checkpoint, overrides, state
@@ -179,3 +180,43 @@ def test_checkpoints_without_their_runs_config_are_refused(run):
 
     with pytest.raises(FileNotFoundError, match=r"run/config\.json"):
         load_model.load_model(run / "checkpoints")
+
+
+def write_tokenizer(folder, *words):
+    """Save a tokenizer of a few words."""
+    vocab = {word: i for i, word in enumerate(("<s>", "</s>", *words))}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="</s>"))
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+
+
+def name_bytes(run):
+    raw = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(raw | {"data": {"tokenizer": "bytes"}}))
+
+
+@pytest.mark.parametrize("place", [".", "official"])
+@pytest.mark.parametrize("inside", [".", "checkpoints", "checkpoints/10"])
+def test_a_folders_own_tokenizer_comes_before_the_one_it_names(run, place, inside):
+    name_bytes(run)
+    write_tokenizer(run / place, "one", "two", "three")
+    assert load_model.load_tokenizer_of(run / inside).vocab_size == 5
+
+
+def test_a_runs_tokenizer_is_the_one_it_was_trained_with(run):
+    name_bytes(run)
+    assert load_model.load_tokenizer_of(run / "checkpoints" / "9").vocab_size == 259
+
+
+def test_a_given_tokenizer_comes_first(run, tmp_path):
+    write_tokenizer(run, "one")
+    write_tokenizer(tmp_path / "other", "one", "two")
+    assert load_model.load_tokenizer_of(run, str(tmp_path / "other")).vocab_size == 4
+    assert load_model.load_tokenizer_of(run, "bytes").vocab_size == 259
+
+
+def test_without_any_tokenizer_the_option_is_named(run):
+    with pytest.raises(FileNotFoundError, match="give --tokenizer"):
+        load_model.load_tokenizer_of(run)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        load_model.load_tokenizer_of(run / "nowhere")

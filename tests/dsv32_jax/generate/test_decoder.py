@@ -66,6 +66,16 @@ def test_long_pieces_read_rows_where_the_sequence_is_beyond_the_masked_form(
     np.testing.assert_allclose(out, whole["sparse"], atol=FLOAT32_TOL)
 
 
+def test_a_long_context_is_gone_on_with_as_in_one_pass(feeder, model, parts, cfg):
+    length, last = 390, 4  # beyond several pages, pieces and blocks of queries
+    tokens = np.random.default_rng(5).integers(0, cfg.vocab_size, size=(1, length))
+    expected = jax.jit(lambda m: m(jnp.asarray(tokens)).hidden)(model)
+    fed = feeder(parts, cfg, n_sequences=1, max_len=length, page_size=32)
+    pieces = [193, 193] + [1] * last
+    out = feed_in_pieces(fed, tokens, pieces)
+    np.testing.assert_allclose(out, expected, atol=5 * FLOAT32_TOL)  # many more terms in each sum
+
+
 def test_sequences_of_different_length_and_idle_slots_go_together(
     feeder, parts, cfg, tokens, whole
 ):
