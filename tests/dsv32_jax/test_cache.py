@@ -1,0 +1,75 @@
+"""tests/dsv32_jax/generate/test_decoder.py has what attention makes of the cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv32_jax import cache
+from dsv32_jax.cache import CacheConfig
+
+LAYOUT = CacheConfig(n_pages=6, page_size=4, keep_experts=True)
+
+
+@pytest.fixture
+def view():
+    """Two sequences whose pages lie apart."""
+    table = jnp.asarray([[5, 0, 2], [3, 1, 4]], jnp.int32)
+    return cache.View(jnp.asarray([[3, 4, -1], [0, 1, 2]], jnp.int32), table, 4)
+
+
+def test_a_position_lies_in_its_page(view):
+    np.testing.assert_array_equal(view.rows(view.position), [[23, 0, -1], [12, 13, 14]])
+    np.testing.assert_array_equal(view.end, [[4, 5, 0], [1, 2, 3]])
+
+
+def test_what_is_written_is_read_in_order_and_nothing_else_changes(cfg, view, rng):
+    layer = jax.tree.map(lambda x: jnp.full_like(x, 7), cache.make_layer(cfg, LAYOUT, moe=True))
+    latent, k_rope, index = (
+        jnp.asarray(rng.normal(size=(2, 3, width)), jnp.float32)
+        for width in (cfg.mla.kv_lora_rank, cfg.mla.rope_dim, cfg.indexer.head_dim)
+    )
+    rows = view.rows(view.position)
+    written = cache.write(layer, rows, latent, k_rope, index)
+    read_latent, read_rope = cache.read_latents(written, view, jnp.float32)
+    keys = cache.read_index_keys(written, view, jnp.float32)
+    for read, given in ((read_latent, latent), (read_rope, k_rope), (keys, index)):
+        np.testing.assert_array_equal(read[0, 3:5], given[0, :2])
+        np.testing.assert_array_equal(read[1, :3], given[1])
+        assert (np.asarray(read[0, :3]) == 7).all()  # written before
+        assert (np.asarray(read[0, 5:]) == 0).all()  # past the end, whatever lies there
+        assert (np.asarray(read[1, 3:]) == 0).all()
+    untouched = np.setdiff1d(np.arange(24), np.asarray(rows))
+    assert (np.asarray(written.latent)[untouched] == 7).all()
+    experts = jnp.arange(12).reshape(2, 3, 2)
+    kept = cache.write_experts(written, rows, experts).experts
+    np.testing.assert_array_equal(np.asarray(kept)[[23, 0, 12]], experts[[0, 0, 1], [0, 1, 0]])
+    assert (np.asarray(kept)[untouched] == 7).all()
+
+
+def test_fp8_rows_are_read_back_as_their_rounded_values(cfg, view):
+    layer = cache.make_layer(cfg, dataclasses.replace(LAYOUT, dtype="fp8"), moe=False)
+    # Powers of two times three-bit mantissas survive e4m3 exactly; one third does not.
+    values = jnp.asarray([[[1.5, -0.75] * 8, [0.0] * 16, [1.0] * 16]] * 2, jnp.float32)
+    third = jnp.full((2, 3, cfg.indexer.head_dim), 1 / 3)
+    rope = jnp.zeros((2, 3, cfg.mla.rope_dim))
+    written = cache.write(layer, view.rows(view.position), values, rope, third)
+    latent, _ = cache.read_latents(written, view, jnp.float32)
+    np.testing.assert_array_equal(latent[0, 3], values[0, 0])
+    keys = cache.read_index_keys(written, view, jnp.float32)
+    np.testing.assert_array_equal(keys[0, 3], np.full(cfg.indexer.head_dim, 0.34375))
+
+
+def test_a_tokens_bytes_are_counted_over_all_layers(cfg):
+    layers = cache.make_cache(cfg, dataclasses.replace(LAYOUT, keep_experts=False), mtp=True)
+    width = cfg.mla.kv_lora_rank + cfg.mla.rope_dim + cfg.indexer.head_dim
+    assert len(layers) == cfg.n_layers + 1
+    assert cache.bytes_per_token(layers) == 4 * width * (cfg.n_layers + 1)
+
+
+@pytest.mark.parametrize("field", ["n_pages", "page_size"])
+def test_sizes_must_be_positive(field):
+    with pytest.raises(ValueError, match=f"{field}=0"):
+        CacheConfig(**{field: 0})
