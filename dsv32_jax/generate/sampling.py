@@ -100,9 +100,8 @@ def _kept(scaled_BV: Array, top_k_B: Array, top_p_B: Array) -> Array:
     within_BV = jnp.arange(scaled_BV.shape[1]) < top_k_B[:, None]
     p_BV = jax.nn.softmax(jnp.where(within_BV, sorted_BV, -jnp.inf), axis=-1)
     before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
-    # The first token is kept though rounding put something before it; p = 1 keeps all though the sum may round to 1.
+    # p = 1 keeps all, though the sum may round to 1 before the last.
     kept_BV = within_BV & ((before_BV < top_p_B[:, None]) | (top_p_B == 1)[:, None])
-    kept_BV = kept_BV.at[:, 0].set(True)
     rows = jnp.arange(scaled_BV.shape[0])[:, None]
     return jnp.zeros(scaled_BV.shape, bool).at[rows, order_BV].set(kept_BV)
 
