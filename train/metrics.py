@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import tensorboardX
 
-from dsv32_jax import json_files
+from dsv32_jax import json_files, progress_line
 from train import plots, progress
 
 METRICS_FILE = "metrics.jsonl"
@@ -50,7 +50,7 @@ class RunMetrics:
         work: progress.Work,
         *,
         start_step: int = 0,
-        stream: progress.TextStream | None = None,
+        stream: progress_line.TextStream | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the files; what an earlier process wrote after `start_step` is dropped.
@@ -72,7 +72,7 @@ class RunMetrics:
         self._writes = jax.process_index() == 0
         if not self._writes:
             return
-        self._line = progress.ProgressLine(
+        self._line = progress_line.ProgressLine(
             stream or sys.stderr, seconds=cfg.console_seconds, clock=clock
         )
         path = folder / METRICS_FILE
