@@ -7,6 +7,9 @@ import jax
 import numpy as np
 from jax import tree_util
 
+# Stored dtypes that become a wanted one without loss: a converted checkpoint may hold them.
+WIDENED = {"float32": ("bfloat16", "float8_e4m3fn")}
+
 
 def to_nested_dict(tree: Any) -> dict[str, Any]:
     """Turn any pytree of arrays into nested dicts with text keys.
@@ -86,7 +89,7 @@ def find_mismatch(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, partia
     Args:
       saved: nested dicts of what the checkpoint holds; leaves have a shape and a dtype.
       wanted: nested dicts of what is asked for.
-      partial: allow the checkpoint to hold more than is asked for.
+      partial: allow the checkpoint to hold more than is asked for, and in a narrower dtype that widens without loss.
 
     Returns:
       One line with both shapes, or an empty text where all agree.
@@ -98,9 +101,15 @@ def find_mismatch(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, partia
         if name not in want:
             if not partial:
                 return f"{name} is {have[name]} in the checkpoint and not in the state here"
-        elif have[name] != want[name]:
+        elif have[name] != want[name] and not (partial and _widens(have[name], want[name])):
             return f"{name} is {have[name]} in the checkpoint and {want[name]} here"
     return ""
+
+
+def _widens(have: str, want: str) -> bool:
+    """Tell whether a stored array, described as in messages, can be read into a wanted one."""
+    (stored, _, had), (asked, _, shape) = have.partition("["), want.partition("[")
+    return had == shape and stored in WIDENED.get(asked, ())
 
 
 def _described(nested: Mapping[str, Any]) -> dict[str, str]:

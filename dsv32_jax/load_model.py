@@ -12,6 +12,7 @@ from orbax.checkpoint import checkpoint_utils
 from dsv32_jax import checkpoint_tree, errors, manifest, parameters
 from dsv32_jax.config import Dtype, ModelConfig
 from dsv32_jax.config_json import config_from_json
+from dsv32_jax.convert import restore
 from dsv32_jax.convert.hf_config import read_config
 from dsv32_jax.convert.load import load_official
 from dsv32_jax.model import DeepSeekV32
@@ -23,16 +24,16 @@ CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 STATE = "state"
 OFFICIAL = "official"  # what a conversion carries along unchanged
-KINDS = "a folder in the official layout, a training run, its checkpoints, or one step of them"
+KINDS = "a folder in the official layout, a training run or converted checkpoint, its checkpoints, or one of them"
 
 
 def load_model(path: Path, dtype: Dtype = "float32") -> DeepSeekV32:
     """Load a model for running it.
 
     Args:
-        path: A folder in the official layout (config.json with model_type and safetensors); or a run's folder
-            (config.json with the run's config, checkpoints/), its checkpoints folder, or one step in there. Of several
-            steps the newest whole one is taken; damaged ones are passed over with a warning.
+        path: A folder in the official layout (config.json with model_type and safetensors); or the folder of a run or
+            of a converted checkpoint (config.json with the model, checkpoints/), its checkpoints folder, or one step in
+            there. Of several steps the newest whole one is taken; damaged ones are passed over with a warning.
         dtype: Dtype of activations and matrix products, in place of the config's.
 
     Returns:
@@ -144,13 +145,16 @@ def _load_step(step: Path, run: Path, dtype: Dtype) -> DeepSeekV32:
         mismatch = checkpoint_tree.find_mismatch(saved.tree, wanted, partial=True)
         if mismatch:
             raise ValueError(f"checkpoint {step} does not fit the run's {CONFIG}: {mismatch}")
-        restored = checkpointer.restore(
-            step / STATE,
-            args=ocp.args.PyTreeRestore(
-                item=wanted,
-                restore_args=checkpoint_utils.construct_restore_args(wanted),
-                partial_restore=True,
-            ),
-        )
+        if restore.is_quantised(saved.tree):
+            restored = restore.restore(step / STATE, wanted)
+        else:
+            restored = checkpointer.restore(
+                step / STATE,
+                args=ocp.args.PyTreeRestore(
+                    item=wanted,
+                    restore_args=checkpoint_utils.construct_restore_args(wanted),
+                    partial_restore=True,
+                ),
+            )
     logger.info("loaded checkpoint %s", step)
     return parameters.assemble(cfg, checkpoint_tree.from_nested_dict(restored, like)["parameters"])

@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_utils
 
 from dsv32_jax import checkpoint_tree, errors, manifest
+from dsv32_jax.convert import restore
 from train import retention
 
 logger = logging.getLogger(__name__)
@@ -378,6 +379,8 @@ class Checkpoints:
         mismatch = checkpoint_tree.find_mismatch(saved.tree, wanted, partial=partial)
         if mismatch:
             raise ValueError(f"checkpoint {self._path(step)} is of another model: {mismatch}")
+        if restore.is_quantised(saved.tree):
+            return self._restore_quantised(step, wanted, abstract_state)
         arrays = ocp.args.PyTreeRestore(
             item=wanted,
             restore_args=checkpoint_utils.construct_restore_args(wanted),
@@ -393,6 +396,17 @@ class Checkpoints:
         logger.info("restored checkpoint %s", self._path(step))
         state = checkpoint_tree.from_nested_dict(items["state"], abstract_state)
         return Restored(step, state, items["data_state"], items["meta"])
+
+    def _restore_quantised(self, step: int, wanted: Any, abstract_state: Any) -> Restored:
+        """Restore a converted checkpoint whose weights are FP8 with scales."""
+        nested = restore.restore(self._path(step) / "state", wanted)
+        data_state, meta = (
+            ocp.JsonCheckpointHandler().restore(self._path(step) / item)
+            for item in ("data_state", "meta")
+        )
+        logger.info("restored checkpoint %s", self._path(step))
+        state = checkpoint_tree.from_nested_dict(nested, abstract_state)
+        return Restored(step, state, data_state, meta)
 
 
 def _checked_json(name: str, value: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """Read the official config.json, in its old form (rope_scaling) and its new one (rope_parameters)."""
 
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
+
+from etils import epath
 
 from dsv32_jax.config import IndexerConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 
@@ -15,6 +18,14 @@ REQUIRED_VALUES = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
+}
+V3 = "deepseek_v3"
+V3_ONLY = ("auto_map",)  # names DeepSeek-V3's own code
+REQUIRED_QUANTISATION = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    "scale_fmt": "ue8m0",
 }
 REQUIRED_ROPE_VALUES = {"attention_factor": None, "truncate": True, "partial_rotary_factor": 1.0}
 
@@ -32,7 +43,43 @@ def read_config(folder: Path) -> ModelConfig:
         FileNotFoundError: If there is no config.json.
         ValueError: If it is not JSON, lacks a key, or asks for what this model does not have.
     """
-    path = folder / "config.json"
+    return parse_named(read_raw(folder), folder)
+
+
+def parse_named(raw: dict[str, Any], folder: str | os.PathLike) -> ModelConfig:
+    """Translate the official keys; an error names the folder.
+
+    Args:
+        raw: Parsed config.json.
+        folder: Where it is from.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If it lacks a key, or asks for what this model does not have.
+    """
+    try:
+        return parse_config(raw)
+    except KeyError as error:
+        path = epath.Path(folder) / "config.json"
+        raise ValueError(f"{path} lacks the key {error}") from error
+
+
+def read_raw(folder: str | os.PathLike) -> dict[str, Any]:
+    """Read a folder's config.json.
+
+    Args:
+        folder: Holds config.json; local or in a bucket.
+
+    Returns:
+        The parsed object.
+
+    Raises:
+        FileNotFoundError: If there is no config.json.
+        ValueError: If it is not JSON or no object.
+    """
+    path = epath.Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no config.json")
     try:
@@ -41,10 +88,54 @@ def read_config(folder: Path) -> ModelConfig:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must hold an object")
-    try:
-        return parse_config(raw)
-    except KeyError as error:
-        raise ValueError(f"{path} lacks the key {error}") from error
+    return raw
+
+
+def add_indexer(raw: dict[str, Any], *, n_heads: int, head_dim: int, topk: int) -> dict[str, Any]:
+    """Turn DeepSeek-V3's config into that of a V3.2 model with the same sizes.
+
+    Args:
+        raw: Parsed config.json of model_type deepseek_v3.
+        n_heads: Indexer heads.
+        head_dim: Dims of each.
+        topk: Keys each query attends to.
+
+    Returns:
+        The official keys of V3.2.
+    """
+    kept = {key: value for key, value in raw.items() if key not in V3_ONLY}
+    return kept | {
+        "model_type": REQUIRED_VALUES["model_type"],
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "index_n_heads": n_heads,
+        "index_head_dim": head_dim,
+        "index_topk": topk,
+    }
+
+
+def scale_format(raw: dict[str, Any]) -> Literal["ue8m0"] | None:
+    """Return what the config promises about FP8 scales.
+
+    Args:
+        raw: Parsed config.json.
+
+    Returns:
+        "ue8m0" for powers of two, None for any positive number, as in DeepSeek-V3, or where there is no quantisation.
+
+    Raises:
+        ValueError: If the quantisation is of another kind.
+    """
+    quantisation = raw.get("quantization_config")
+    if quantisation is None:
+        return None
+    if not isinstance(quantisation, dict):
+        raise ValueError(f"config.json quantization_config={quantisation!r} must be an object")
+    for key, value in REQUIRED_QUANTISATION.items():
+        if quantisation.get(key, value) != value:
+            raise ValueError(
+                f"config.json quantization_config.{key}={quantisation[key]!r} is not supported, only {value!r}"
+            )
+    return cast(Literal["ue8m0"] | None, quantisation.get("scale_fmt"))
 
 
 def parse_config(raw: dict[str, Any]) -> ModelConfig:

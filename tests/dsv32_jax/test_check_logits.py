@@ -74,11 +74,17 @@ def test_the_reference_implementations_logits_and_hidden_states_are_met(capsys):
 
 
 @needs(PARITY / "blocks_fp8")
-def test_fp8_files_are_refused_in_one_line(capsys):
+def test_fp8_files_can_be_checked(capsys):
     folder = PARITY / "blocks_fp8"
 
-    assert check_logits.main([str(folder), str(folder / "reference.npz")]) == WRONG_USAGE
-    assert "is an FP8 checkpoint" in capsys.readouterr().err
+    check_logits.main([str(folder), str(folder / "reference.npz")])
+
+    out = capsys.readouterr().out
+    worst = {line[:12].strip(): line for line in out.splitlines() if line.startswith("  ")}
+    assert "max 0.00e+00" in worst["embedding"]
+    # Attention, indexer and the plain feed-forward. From the first experts on the reference has other weights than the
+    # files: an unrounded shared_experts.down_proj; so the rest is compared in tests/dsv32_jax/convert/test_parity.py.
+    assert float(re.findall(r"max ([^ ,]+),", worst["layer 0"])[0]) <= SMALL_ATOL
 
 
 def test_a_model_agrees_with_itself(check, arrays):

@@ -1,0 +1,303 @@
+"""Convert an official folder to a sharded Orbax checkpoint, tensor by tensor in bounded memory."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+
+from dsv32_jax import errors, manifest
+from dsv32_jax.config import ModelConfig
+from dsv32_jax.convert import (
+    hf_config,
+    journal,
+    new_indexer,
+    source,
+    storage,
+    target,
+    transfer,
+)
+from dsv32_jax.convert import slots as slot_table
+from dsv32_jax.convert import workers as workers_lib
+from dsv32_jax.convert.slots import Slot, StoredDtype
+from dsv32_jax.convert.source import Found
+from dsv32_jax.convert.storage import Written
+from dsv32_jax.convert.target import Layout
+from dsv32_jax.convert.workers import Items, Workers
+
+logger = logging.getLogger(__name__)
+
+FRAME_LAST = "_CHECKPOINT_METADATA"  # the last of the files that hold no tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to make of a source.
+
+    Attributes:
+        dtype: What is stored; None for what the source has.
+        index_heads: Indexer heads that a model without indexers gets.
+        index_head_dim: Their width.
+        index_topk: Keys that they select.
+        seed: Of new indexers' draw.
+    """
+
+    dtype: StoredDtype | None = None
+    index_heads: int = 64  # the released model's
+    index_head_dim: int = 128
+    index_topk: int = 2048
+    seed: int = 0
+
+
+class Job(NamedTuple):
+    """A conversion that has been checked and not begun.
+
+    Attributes:
+        source: The official folder.
+        target: The result.
+        options: How.
+        raw: The official config, with indexers.
+        cfg: The model.
+        found: The source's tensors.
+        layout: How they are stored.
+        identity: What makes the result.
+        power_of_two: Whether scales must be powers of two.
+    """
+
+    source: epath.Path
+    target: epath.Path
+    options: Options
+    raw: dict[str, Any]
+    cfg: ModelConfig
+    found: Mapping[str, Found]
+    layout: Layout
+    identity: dict[str, Any]
+    power_of_two: bool
+
+    @property
+    def step(self) -> epath.Path:
+        """The folder of the checkpoint."""
+        return self.target / target.STEP
+
+
+class Figures(NamedTuple):
+    """What a conversion did.
+
+    Attributes:
+        tensors: How many there are.
+        bytes: Written, over all processes.
+        seconds: It took now.
+        resumed: Tensors that were done before.
+    """
+
+    tensors: int
+    bytes: int
+    seconds: float
+    resumed: int
+
+
+def check(folder: epath.Path, result: epath.Path, options: Options) -> Job:
+    """Read the config and all headers and plan the conversion; nothing is written.
+
+    Args:
+        folder: The official folder.
+        result: The folder to make.
+        options: How.
+
+    Returns:
+        What to do.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If the folder holds no such model, or not all of it.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder}")
+    raw = hf_config.read_raw(folder)
+    has_indexer = raw.get("model_type") != hf_config.V3
+    if not has_indexer:
+        raw = hf_config.add_indexer(
+            raw,
+            n_heads=options.index_heads,
+            head_dim=options.index_head_dim,
+            topk=options.index_topk,
+        )
+    cfg = hf_config.parse_named(raw, folder)
+    scale_format = hf_config.scale_format(raw)
+    table = slot_table.slots(cfg)
+    optional = [] if has_indexer else [name for name in table if new_indexer.is_indexer(name)]
+    found = source.find_tensors(folder, table, cfg, optional=optional)
+    dtype = options.dtype or _source_dtype(found, table)
+    layout = target.plan_layout(table, found, cfg, dtype)
+    chosen = asdict(options) | {"dtype": dtype}
+    kept = ("dtype", "index_heads", "index_head_dim", "index_topk", "seed")
+    identity = {
+        "source": _digest(folder, found),
+        "config": raw,
+        "tensors": len(found),
+    } | {name: chosen[name] for name in kept}
+    return Job(folder, result, options, raw, cfg, found, layout, identity, scale_format == "ue8m0")
+
+
+def _source_dtype(found: Mapping[str, Found], table: Mapping[str, Slot]) -> StoredDtype:
+    """Return the narrowest dtype of the matrices that official files quantise."""
+    held = {found[name].weight.dtype for name in found if table[name].quantised}
+    names: dict[str, StoredDtype] = {"F8_E4M3": "fp8", "BF16": "bf16"}
+    return next((names[d] for d in names if d in held), "float32")
+
+
+def _digest(folder: epath.Path, found: Mapping[str, Found]) -> str:
+    """Identify the source by its files' names, sizes, times and what the headers say."""
+    digest = hashlib.sha256()
+    entries = [e for f in found.values() for e in f if e is not None]
+    for path in sorted({entry.file for entry in entries}):
+        stat = path.stat()
+        digest.update(f"{path.name} {stat.length} {stat.mtime}\n".encode())
+    for e in entries:
+        digest.update(f"{e.name} {e.file.name} {e.dtype} {e.shape} {e.offset}\n".encode())
+    return digest.hexdigest()
+
+
+def convert(job: Job, workers: Workers) -> Figures:
+    """Do this process's share of the conversion; the first process also finishes it when all shares are done.
+
+    Args:
+        job: What to do.
+        workers: This process and its threads.
+
+    Returns:
+        Figures.
+
+    Raises:
+        UsageError: If the target holds something else.
+        WorkFailedError: If a value is not allowed, the disk is full, or what was written cannot be read back.
+        OSError: If the storage fails.
+    """
+    begun = time.monotonic()
+    notes = journal.Journal(job.target, flush_seconds=workers.flush_seconds)
+    if not workers.is_first:
+        workers_lib.wait_for(notes.has_begun)
+    notes.begin(job.identity)
+    items = _items(job)
+    if (job.step / manifest.MANIFEST).is_file():
+        _verify_finished(job, items, workers)
+        return Figures(len(items.sizes), sum(items.sizes.values()), 0.0, len(items.sizes))
+    _check_space(job, items, notes.finished()[0])
+    if workers.is_first:
+        frame = _prepare(job)
+    else:
+        workers_lib.wait_for((job.step / FRAME_LAST).is_file)
+    resumed = workers_lib.do_share(items, notes, workers)
+    if workers.is_first:
+        _finish(job, workers_lib.collect(items, notes) | frame)
+        notes.clear()
+    else:
+        workers_lib.wait_for((job.step / manifest.MANIFEST).is_file)
+    size = sum(items.sizes.values())
+    return Figures(len(items.sizes), size, time.monotonic() - begun, resumed)
+
+
+def _items(job: Job) -> Items:
+    """List the tensors, in the order of the source's files."""
+
+    def at(name: str) -> tuple[str, int]:
+        found = job.found.get(name)
+        return ("~", 0) if found is None else (found.weight.file.name, found.weight.offset)
+
+    def size(name: str) -> int:  # of what is written, or read where it is only compared
+        return sum(job.layout.files(name).values()) or job.found[name].weight.nbytes
+
+    return Items(
+        folder=job.step,
+        sizes={name: size(name) for name in sorted(job.layout.table, key=at)},
+        files=job.layout.files,
+        make=lambda name: _convert_tensor(job, job.layout.table[name]),
+    )
+
+
+def _check_space(job: Job, items: Items, done: Mapping[str, object]) -> None:
+    """Refuse at once what cannot fit on a local disk."""
+    if storage.is_remote(job.target):
+        return
+    left = sum(size for name, size in items.sizes.items() if name not in done)
+    free = shutil.disk_usage(Path(job.target)).free
+    if left > free:
+        raise errors.WorkFailedError(
+            f"the disk of {job.target} is full: {left / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free"
+        )
+
+
+def _prepare(job: Job) -> dict[str, Written]:
+    """Write what is no tensor: folders, metadata, the files that came with the weights."""
+    target.carry(job.source, job.target / target.OFFICIAL, target.carried_files(job.source))
+    # With indexers where the source had none, so that the folder describes the weights.
+    content = (json.dumps(job.raw, indent=2) + "\n").encode()
+    storage.write(job.target / target.OFFICIAL / "config.json", content)
+    meta = {"stage": None, "conversion": job.identity}
+    return target.write_frame(job.step, job.layout, meta)
+
+
+def _convert_tensor(job: Job, slot: Slot) -> dict[str, Written]:
+    """Convert one tensor with its scales; return its files."""
+    found = job.found.get(slot.name)
+    if slot.place.copy:
+        original = slot_table.original(job.layout.table, slot)
+        transfer.check_copy(slot, job.found[slot.name].weight, job.found[original.name].weight)
+        return {}
+    dtype = job.layout.dtypes[slot.place.path]
+    scales = None
+    if found is not None:
+        scales = transfer.read_scales(found, power_of_two=job.power_of_two)
+    files: dict[str, Written] = {}
+    for part in range(slot.parts):
+        if found is not None:
+            chunk, chunk_scales = transfer.read_part(slot, part, found, scales, dtype)
+        else:
+            drawn = new_indexer.draw(slot, seed=job.options.seed, std=job.cfg.init_std)
+            rows = drawn[part * slot.rows : (part + 1) * slot.rows]
+            chunk, chunk_scales = transfer.store_rows(slot, rows, dtype)
+        files |= _write(job, slot, job.layout.file(slot, part), chunk)
+        if chunk_scales is not None:
+            files |= _write(job, slot, job.layout.scale_file(slot, part), chunk_scales)
+    return files
+
+
+def _write(job: Job, slot: Slot, name: str, array: np.ndarray) -> dict[str, Written]:
+    try:
+        return {name: storage.write_array(job.step / name, array)}
+    except OSError as error:
+        reason = "the disk is full" if error.errno in storage.FULL_DISK else error.strerror or error
+        raise errors.WorkFailedError(
+            f"{slot.name} could not be written to {job.step / name}: {reason}"
+        ) from error
+
+
+def _finish(job: Job, files: Mapping[str, Written]) -> None:
+    """When everything is written and verified, make the checkpoint whole."""
+    note = {"folder": str(job.source), "dtype": job.identity["dtype"]}
+    target.write_config(job.target, job.cfg, note)
+    if not storage.is_remote(job.target):
+        os.sync()  # so that not even a power failure leaves a manifest without its files
+    target.write_manifest(job.step, files)
+
+
+def _verify_finished(job: Job, items: Items, workers: Workers) -> None:
+    """Check a result that is there already."""
+    content = json.loads((job.step / manifest.MANIFEST).read_text())
+    files = {n: Written(e["bytes"], e["crc32"]) for n, e in content["files"].items()}
+    tensors = {name: {file: files.get(file) for file in items.files(name)} for name in items.sizes}
+    missing = [file for entries in tensors.values() for file, entry in entries.items() if not entry]
+    if missing:
+        raise errors.WorkFailedError(f"{job.target} lacks {missing[0]}; remove it to convert again")
+    if workers.is_first:
+        whole = {n: {f: e for f, e in entries.items() if e} for n, entries in tensors.items()}
+        for damage in workers_lib.find_damaged(items, whole, workers.threads).values():
+            raise errors.WorkFailedError(f"{damage}; remove {job.target} to convert again")

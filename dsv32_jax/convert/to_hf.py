@@ -1,0 +1,343 @@
+"""Convert a training run or a converted folder to official files, file by file in bounded memory."""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+
+from dsv32_jax import errors, parameters
+from dsv32_jax.config import ModelConfig
+from dsv32_jax.convert import (
+    fp8_blocks,
+    hf_config,
+    journal,
+    official_config,
+    run_folder,
+    safetensors_io,
+    source,
+    storage,
+    target,
+    transfer,
+)
+from dsv32_jax.convert import slots as slot_table
+from dsv32_jax.convert import workers as workers_lib
+from dsv32_jax.convert.from_hf import Figures
+from dsv32_jax.convert.names import LAYER_NAME
+from dsv32_jax.convert.orbax_arrays import ArrayTree, Keys
+from dsv32_jax.convert.slots import SCALE_SUFFIX, WIDE, Slot, StoredDtype
+from dsv32_jax.convert.storage import Written
+from dsv32_jax.convert.workers import Items, Workers
+
+logger = logging.getLogger(__name__)
+
+SHARD_GB = 4.0  # GiB; the released files are of about this size
+DTYPE_NAMES = {dtype: name for name, dtype in safetensors_io.DTYPES.items()}
+DEFAULT_DTYPE: StoredDtype = "bf16"
+
+Shape = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to make of a checkpoint.
+
+    Attributes:
+        dtype: Of the matrices that official files quantise; None for what the checkpoint was converted from, or bf16.
+        shard_gb: Largest file, in GiB; a larger tensor has a file of its own.
+        official: An official folder whose config and other files go with the weights of a run; None for those that
+            came with a converted checkpoint, if any.
+    """
+
+    dtype: StoredDtype | None = None
+    shard_gb: float = SHARD_GB
+    official: epath.Path | None = None
+
+
+class Job(NamedTuple):
+    """An export that has been checked and not begun.
+
+    Attributes:
+        run: The checkpoint.
+        tree: Its arrays.
+        target: The result.
+        table: Official tensors by name.
+        dtypes: Their official dtypes.
+        shards: The tensors of each file.
+        config: The content of config.json.
+        carried: A folder and its files that go with the weights.
+        identity: What makes the result.
+    """
+
+    run: run_folder.RunFolder
+    tree: ArrayTree
+    target: epath.Path
+    table: Mapping[str, Slot]
+    dtypes: Mapping[str, np.dtype]
+    shards: Mapping[str, list[str]]
+    config: dict[str, Any]
+    carried: tuple[epath.Path, list[str]] | None
+    identity: dict[str, Any]
+
+
+def check(folder: epath.Path, result: epath.Path, options: Options) -> Job:
+    """Read the config and the arrays' shapes and plan the export; nothing is written.
+
+    Args:
+        folder: A run's or converted folder, its checkpoints, or one step.
+        result: The folder to make.
+        options: How.
+
+    Returns:
+        What to do.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint.
+        WorkFailedError: If there is none that is whole.
+        ValueError: If the folder is no run or an array does not fit the config.
+    """
+    run = run_folder.find(folder)
+    tree = ArrayTree(run.step / "state")
+    table = slot_table.slots(run.cfg)
+    _check_arrays(run, tree, table.values())
+    conversion = run.meta.get("conversion", {})
+    dtype: StoredDtype = options.dtype or conversion.get("dtype", DEFAULT_DTYPE)
+    keeps_fp8 = dtype == "fp8" and bool(tree.children((target.SCALES,)))
+    dtypes = {n: _official_dtype(s, dtype, tree if keeps_fp8 else None) for n, s in table.items()}
+    shards = _plan_shards(table, dtypes, round(options.shard_gb * 2**30))
+    beside = options.official or run.folder / target.OFFICIAL
+    has_beside = options.official is not None or (beside / "config.json").is_file()
+    base = hf_config.read_raw(beside) if has_beside else None
+    if base is not None:
+        _check_base(base, beside, run.cfg)
+    config = official_config.official_config(run.cfg, dtype, base, keep_quantisation=keeps_fp8)
+    identity = {
+        "checkpoint": hashlib.sha256(run.digest.encode()).hexdigest(),
+        "dtype": dtype,
+        "shard_gb": options.shard_gb,
+        "config": config,
+    }
+    names = [n for n in target.carried_files(beside) if n != "config.json"] if has_beside else []
+    return Job(run, tree, result, table, dtypes, shards, config, (beside, names), identity)
+
+
+def _check_base(base: dict[str, Any], beside: epath.Path, cfg: ModelConfig) -> None:
+    """Refuse another model's config beside these weights."""
+    if base.get("model_type") == hf_config.V3:
+        raise ValueError(f"{beside} is of model_type {hf_config.V3}, which has no indexers")
+    theirs = parameters.abstract(hf_config.parse_named(base, beside))
+    if theirs != parameters.abstract(cfg):
+        raise ValueError(f"{beside / 'config.json'} is of a model of other sizes than the weights")
+
+
+def _keys(slot: Slot) -> Keys:
+    group = "router_bias" if slot.place.path.endswith("gate.bias") else "weights"
+    return ("parameters", group, slot.place.path)
+
+
+def _check_arrays(run: run_folder.RunFolder, tree: ArrayTree, table: Any) -> None:
+    """Compare the checkpoint's arrays with the config's."""
+    for slot in {s.place.path: s for s in table}.values():
+        keys = _keys(slot)
+        if keys not in tree.names:
+            raise ValueError(f"checkpoint {run.step} has no {slot.place.path}")
+        if tree.shape(keys) != slot.shape:
+            raise ValueError(
+                f"checkpoint {run.step}: {slot.place.path} has shape {list(tree.shape(keys))}, "
+                f"the config asks for {list(slot.shape)}"
+            )
+        scales = (target.SCALES, slot.place.path)
+        if tree.dtype(keys) == fp8_blocks.E4M3 and scales not in tree.names:
+            raise ValueError(f"checkpoint {run.step}: {slot.place.path} is FP8 and has no scales")
+
+
+def _official_dtype(slot: Slot, dtype: StoredDtype, kept: ArrayTree | None) -> np.dtype:
+    """Return a tensor's dtype in the files.
+
+    Args:
+        slot: The tensor.
+        dtype: Of the export.
+        kept: The checkpoint, if it holds what the official files held, to the bit.
+    """
+    if len(slot.own) == 1 or dtype == "float32":
+        return WIDE["float32"]
+    if dtype == "fp8" and slot.quantised:
+        return fp8_blocks.E4M3
+    return WIDE["bf16"] if kept is None else kept.dtype(_keys(slot))
+
+
+def _tensors(slot: Slot, dtype: np.dtype) -> dict[str, Shape]:
+    """Return the header's entries of a tensor and, for FP8, its scales."""
+    entries: dict[str, Shape] = {slot.name: (DTYPE_NAMES[dtype], slot.official)}
+    if dtype == fp8_blocks.E4M3:
+        entries[slot.name + SCALE_SUFFIX] = ("F32", slot.scale_shape[-2:])
+    return entries
+
+
+def _size(slot: Slot, dtype: np.dtype) -> int:
+    entries = _tensors(slot, dtype).values()
+    return sum(math.prod(shape) * safetensors_io.DTYPES[name].itemsize for name, shape in entries)
+
+
+def _plan_shards(
+    table: Mapping[str, Slot], dtypes: Mapping[str, np.dtype], limit: int
+) -> dict[str, list[str]]:
+    """Deal the tensors out to files, layer by layer; a parameter's experts follow each other, as they are stored."""
+
+    def order(name: str) -> tuple[int, str]:
+        match = LAYER_NAME.match(name)
+        layer = int(match[1]) if match else -1 if name.startswith("model.embed") else 1 << 30
+        return (layer, table[name].place.path if match else name)
+
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name in sorted(table, key=order):
+        size = _size(table[name], dtypes[name])
+        if groups[-1] and held + size > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    return {
+        f"model-{number:05d}-of-{len(groups):06d}.safetensors": names
+        for number, names in enumerate(groups, start=1)
+    }
+
+
+def convert(job: Job, workers: Workers) -> Figures:
+    """Do this process's share of the export; the first process also finishes it when all shares are done.
+
+    Args:
+        job: What to do.
+        workers: This process and its threads.
+
+    Returns:
+        Figures; `resumed` counts files here.
+
+    Raises:
+        UsageError: If the target holds something else.
+        WorkFailedError: If a value is not allowed, the disk is full, or what was written cannot be read back.
+        OSError: If the storage fails.
+    """
+    begun = time.monotonic()
+    notes = journal.Journal(job.target, flush_seconds=workers.flush_seconds)
+    items = _items(job)
+    size = sum(items.sizes.values())
+    if not notes.has_begun() and (job.target / source.INDEX_FILE).is_file():
+        _check_finished(job)
+        return Figures(len(job.table), size, 0.0, len(items.sizes))
+    if not workers.is_first:
+        workers_lib.wait_for(notes.has_begun)
+    notes.begin(job.identity)
+    _check_space(job, items, notes.finished()[0])
+    resumed = workers_lib.do_share(items, notes, workers)
+    if workers.is_first:
+        workers_lib.collect(items, notes)
+        _finish(job)
+        notes.remove()
+    else:
+        workers_lib.wait_for(lambda: not notes.has_begun())
+    return Figures(len(job.table), size, time.monotonic() - begun, resumed)
+
+
+def _items(job: Job) -> Items:
+    sizes = {}
+    for file, names in job.shards.items():
+        header = len(safetensors_io.header_bytes(_header(job, file)))
+        sizes[file] = header + sum(_size(job.table[n], job.dtypes[n]) for n in names)
+    return Items(
+        folder=job.target,
+        sizes=sizes,
+        files=lambda file: {file: sizes[file]},
+        make=lambda file: {file: _write_shard(job, file)},
+    )
+
+
+def _check_space(job: Job, items: Items, done: Mapping[str, object]) -> None:
+    """Refuse at once what cannot fit on a local disk."""
+    if storage.is_remote(job.target):
+        return
+    left = sum(size for name, size in items.sizes.items() if name not in done)
+    free = shutil.disk_usage(Path(job.target)).free
+    if left > free:
+        raise errors.WorkFailedError(
+            f"the disk of {job.target} is full: {left / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free"
+        )
+
+
+def _header(job: Job, file: str) -> dict[str, Shape]:
+    entries: dict[str, Shape] = {}
+    for name in job.shards[file]:
+        entries |= _tensors(job.table[name], job.dtypes[name])
+    return entries
+
+
+def _write_shard(job: Job, file: str) -> Written:
+    path = job.target / file
+    try:
+        return safetensors_io.write_file(path, _header(job, file), _content(job, file))
+    except OSError as error:
+        reason = "the disk is full" if error.errno in storage.FULL_DISK else error.strerror or error
+        raise errors.WorkFailedError(f"{path} could not be written: {reason}") from error
+
+
+def _content(job: Job, file: str) -> Iterator[np.ndarray]:
+    """Yield a file's tensors part by part, each weight followed by its scales."""
+    for name in job.shards[file]:
+        slot, dtype = job.table[name], job.dtypes[name]
+        keys, made = _keys(slot), []
+        is_fp8 = job.tree.dtype(keys) == fp8_blocks.E4M3
+        for part in range(slot.parts):
+            scales = None
+            if is_fp8:
+                chunk = job.tree.read((target.SCALES, slot.place.path), slot.scale_slices(part))
+                scales = chunk.reshape(slot.scale_chunks[-2:])
+            chunk = job.tree.read(keys, slot.slices(part))
+            rows, out_scales = transfer.write_part(slot, chunk, scales, dtype)
+            yield rows
+            if out_scales is not None:
+                made.append(out_scales)
+        if made:
+            yield np.concatenate(made)
+
+
+def _index(job: Job) -> dict[str, Any]:
+    weight_map = {name: file for file in job.shards for name in _header(job, file)}
+    size = sum(_size(job.table[name], job.dtypes[name]) for name in job.table)
+    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def _finish(job: Job) -> None:
+    """When all files are written and verified, add what makes the folder loadable."""
+    if job.carried is not None:
+        folder, names = job.carried
+        target.carry(folder, job.target, names)
+    if not storage.is_remote(job.target):
+        os.sync()
+    index = json.dumps(_index(job), indent=2) + "\n"
+    config = json.dumps(job.config, indent=2) + "\n"
+    storage.write(job.target / source.INDEX_FILE, index.encode())
+    storage.write(job.target / "config.json", config.encode())
+
+
+def _check_finished(job: Job) -> None:
+    """Check a result that is there already by its headers."""
+    try:
+        whole = json.loads((job.target / source.INDEX_FILE).read_text()) == _index(job)
+        whole &= hf_config.read_raw(job.target) == job.config
+        source.find_tensors(job.target, job.table, job.run.cfg)
+    except (ValueError, OSError) as error:
+        raise errors.WorkFailedError(
+            f"{job.target} holds a damaged export: {error}; remove it to convert again"
+        ) from error
+    if not whole:
+        raise errors.UsageError(f"{job.target} holds an export of another checkpoint or options")

@@ -1,0 +1,132 @@
+import dataclasses
+import json
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dsv32_jax import config
+from dsv32_jax.convert import __main__ as convert_command
+
+# Widths that are no multiples of 128, several blocks in most matrices, and edges.
+CFG = dataclasses.replace(
+    config.tiny(),
+    dim=160,
+    ffn_dim=264,
+    n_layers=2,
+    n_dense_layers=1,
+    mla=config.MLAConfig(
+        n_heads=2, q_lora_rank=136, kv_lora_rank=24, nope_dim=64, rope_dim=16, v_dim=72
+    ),
+    indexer=config.IndexerConfig(n_heads=4, head_dim=64, topk=8),
+    moe=config.MoEConfig(n_experts=4, n_active=2, n_groups=2, n_active_groups=2, expert_dim=136),
+)
+NEVER_QUANTISED = (
+    "embed_tokens.weight", "lm_head.weight", "norm.weight", "norm.bias", "mlp.gate.weight", "e_score_correction_bias",
+    "weights_proj.weight", "eh_proj.weight", "shared_head.head.weight",
+)  # fmt: skip
+FLOAT32 = ("norm.weight", "norm.bias", "e_score_correction_bias")
+QUANTISATION = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128],
+}
+
+
+def quantise_by_blocks(x, extra=0):
+    """Quantise one block after the other; `extra` doublings make the scales larger than need be."""
+    rows, columns = (math.ceil(n / 128) for n in x.shape)
+    q = np.zeros(x.shape, ml_dtypes.float8_e4m3fn)
+    scales = np.zeros((rows, columns), np.float32)
+    for i in range(rows):
+        for j in range(columns):
+            at = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+            scales[i, j] = 2.0 ** (math.ceil(math.log2(np.abs(x[at]).max() / 448)) + extra)
+            q[at] = (x[at] / scales[i, j]).astype(ml_dtypes.float8_e4m3fn)
+    return q, scales
+
+
+def dequantise(tensors):
+    """Return all weights as float32, FP8 ones times their scales."""
+    out = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_scale_inv"):
+            continue
+        wide = tensor.astype(np.float32)
+        scales = tensors.get(f"{name}_scale_inv")
+        if scales is not None:
+            spread = np.kron(scales, np.ones((128, 128), np.float32))
+            wide = wide * spread[: wide.shape[0], : wide.shape[1]]
+        out[name] = wide
+    return out
+
+
+def to_bf16_layout(tensors):
+    return {
+        name: t if name.endswith(FLOAT32) else t.astype(ml_dtypes.bfloat16)
+        for name, t in tensors.items()
+    }
+
+
+def to_fp8_layout(tensors):
+    out = {}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        if name.endswith(FLOAT32):
+            out[name] = tensor
+        elif name.endswith(NEVER_QUANTISED):
+            out[name] = tensor.astype(ml_dtypes.bfloat16)
+        else:
+            out[name], out[f"{name}_scale_inv"] = quantise_by_blocks(tensor, extra=number % 3)
+    return out
+
+
+@pytest.fixture
+def official_fp8(official, draw):
+    """Write a model in the FP8 layout over several files, scales in other files than their weights."""
+
+    def write(cfg=CFG, *, n_files=3, name="official"):
+        _, raw, tensors = official(cfg, draw(cfg), name="unquantised")
+        raw = raw | {"quantization_config": QUANTISATION}
+        folder, raw, tensors = official(
+            raw=raw, tensors=to_fp8_layout(tensors), n_files=n_files, name=name
+        )
+        (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+        (folder / "encoding").mkdir(exist_ok=True)
+        (folder / "encoding" / "readme.txt").write_text("how to encode")
+        return folder, raw, tensors
+
+    return write
+
+
+def read_folder(folder):
+    """Read all tensors of an official folder as (dtype, shape, bytes), without the code under test."""
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        content = path.read_bytes()
+        n = int.from_bytes(content[:8], "little")
+        for name, entry in json.loads(content[8 : 8 + n]).items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                data = content[8 + n + begin : 8 + n + end]
+                tensors[name] = (entry["dtype"], tuple(entry["shape"]), data)
+    return tensors
+
+
+@pytest.fixture
+def read_official():
+    return read_folder
+
+
+@pytest.fixture
+def convert(capsys):
+    """Run the command; return its exit status, what it printed and what it complained about."""
+
+    def run(*args):
+        status = convert_command.main([str(arg) for arg in args])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
