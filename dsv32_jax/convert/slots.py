@@ -4,6 +4,7 @@ A part is a range of an official tensor's rows (its output features), which is c
 chunk of the stored parameter, which is contiguous in ours.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ def slots(cfg: ModelConfig) -> dict[str, Slot]:
     for name, place in places(cfg).items():
         shape = shapes_by_name[place.path]
         own = shape[len(place.indices) :]
-        made[name] = Slot(name, place, shape, _parts(place.path, own))
+        made[name] = Slot(name, place, shape, _parts(place.path, own, PART_ELEMENTS))
     return made
 
 
@@ -169,14 +170,15 @@ def _split_axis(path: str, own: tuple[int, ...]) -> int:
     return input_axes(path, own)
 
 
-def _parts(path: str, own: tuple[int, ...]) -> int:
+@functools.cache
+def _parts(path: str, own: tuple[int, ...], most: int) -> int:
     """Cut a large matrix into the fewest equal parts that are small enough and begin at FP8 blocks."""
     if len(own) == 1:
         return 1
     axis = own[_split_axis(path, own)]
     rows = official_shape(path, own)[0]
     fitting = [n for n in range(1, axis + 1) if axis % n == 0 and rows // n % fp8_blocks.BLOCK == 0]
-    small = [n for n in fitting if math.prod(own) // n <= PART_ELEMENTS]
+    small = [n for n in fitting if math.prod(own) // n <= most]
     return min(small, default=max(fitting, default=1))
 
 
