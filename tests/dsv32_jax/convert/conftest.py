@@ -6,8 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dsv32_jax import config
+from dsv32_jax import config, load_model, parameters
 from dsv32_jax.convert import __main__ as convert_command
+from train import checkpoint
 
 # Widths that are no multiples of 128, several blocks in most matrices, and edges.
 CFG = dataclasses.replace(
@@ -64,13 +65,6 @@ def dequantise(tensors):
     return out
 
 
-def to_bf16_layout(tensors):
-    return {
-        name: t if name.endswith(FLOAT32) else t.astype(ml_dtypes.bfloat16)
-        for name, t in tensors.items()
-    }
-
-
 def to_fp8_layout(tensors):
     out = {}
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -89,7 +83,7 @@ def official_fp8(official, draw):
 
     def write(cfg=CFG, *, n_files=3, name="official"):
         _, raw, tensors = official(cfg, draw(cfg), name="unquantised")
-        raw = raw | {"quantization_config": QUANTISATION}
+        raw = raw | {"quantization_config": dict(QUANTISATION)}
         folder, raw, tensors = official(
             raw=raw, tensors=to_fp8_layout(tensors), n_files=n_files, name=name
         )
@@ -116,6 +110,11 @@ def read_folder(folder):
 
 
 @pytest.fixture
+def dequantised():
+    return dequantise
+
+
+@pytest.fixture
 def read_official():
     return read_folder
 
@@ -130,3 +129,57 @@ def convert(capsys):
         return status, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture
+def assert_holds():
+    """Return a check that a folder holds an official folder's weights."""
+    return lambda folder, tensors: compare(folder, dequantise(tensors))
+
+
+def compare(folder, wide):
+    """Compare some tensors of every kind, and the sum of all."""
+    model = load_model.load_model(folder)
+    arrays = {k: np.asarray(v) for group in parameters.flatten(model) for k, v in group.items()}
+    places = {
+        "model.embed_tokens.weight": ("embed", ()),
+        "lm_head.weight": ("head", ()),
+        "model.layers.0.self_attn.q_b_proj.weight": ("dense_layers.attn.wq_b", (0,)),
+        "model.layers.0.self_attn.kv_b_proj.weight": ("dense_layers.attn.wkv_b", (0,)),
+        "model.layers.0.self_attn.o_proj.weight": ("dense_layers.attn.wo", (0,)),
+        "model.layers.0.mlp.down_proj.weight": ("dense_layers.ffn.w2", (0,)),
+        "model.layers.1.self_attn.indexer.wq_b.weight": ("moe_layers.attn.indexer.wq_b", (0,)),
+        "model.layers.1.mlp.gate.weight": ("moe_layers.moe.gate.weight", (0,)),
+        "model.layers.1.mlp.gate.e_score_correction_bias": ("moe_layers.moe.gate.bias", (0,)),
+        "model.layers.1.mlp.shared_experts.up_proj.weight": ("moe_layers.moe.shared.w3", (0,)),
+        "model.layers.1.mlp.experts.2.down_proj.weight": ("moe_layers.moe.w2", (0, 2)),
+        "model.layers.2.mlp.experts.0.up_proj.weight": ("mtp.block.moe.w3", (0,)),
+        "model.layers.2.eh_proj.weight": ("mtp.eh_proj", ()),
+        "model.layers.2.shared_head.norm.weight": ("mtp.norm.weight", ()),
+    }
+    for name, (path, at) in places.items():
+        if name in wide:
+            want = wide[name] if path == "embed" or wide[name].ndim == 1 else wide[name].T
+            have = arrays[path][at]
+            np.testing.assert_array_equal(have, want.reshape(have.shape), err_msg=name)
+    copies = ("model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight")
+    total = sum(wide[name].astype(np.float64).sum() for name in wide if name not in copies)
+    assert sum(x.astype(np.float64).sum() for x in arrays.values()) == pytest.approx(total)
+    return model
+
+
+@pytest.fixture
+def assert_is_refused():
+    """Return a check that neither a loader nor a training run takes a folder for a checkpoint."""
+    return refused
+
+
+def refused(folder, *, begun=True):
+    if not begun:
+        assert not folder.exists()
+        return
+    with pytest.raises(Exception, match=r"has no config\.json|is whole \(0: manifest\.json is mis"):
+        load_model.load_model(folder)
+    settings = checkpoint.CheckpointConfig()
+    with pytest.raises(checkpoint.CheckpointError, match=r"manifest\.json is missing"):
+        checkpoint.Checkpoints(folder / "checkpoints", settings).newest_meta()
