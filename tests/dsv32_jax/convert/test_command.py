@@ -1,0 +1,66 @@
+import re
+
+import pytest
+
+DONE, WRONG_USAGE = 0, 2
+
+
+@pytest.mark.parametrize("args", [["--help"], ["from-hf", "--help"], ["to-hf", "--help"]])
+def test_help_shows_whole_command_lines(convert, args):
+    status, out, _ = convert(*args)
+
+    assert status == DONE
+    assert "examples:\n  python -m dsv32_jax.convert " in out
+    assert "SRC" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "required: direction"),
+        (["sideways"], "invalid choice: 'sideways'"),
+        (["from-hf"], "required: SRC, DST"),
+        (["from-hf", "a"], "required: DST"),
+        (["from-hf", "nowhere", "dst"], "no folder .*nowhere"),
+        (["to-hf", "nowhere", "dst"], "no folder .*nowhere"),
+        (["from-hf", "a", "b", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["from-hf", "a", "b", "--threads", "0"], "0 must be a whole number, 1 to"),
+        (["from-hf", "a", "b", "--seed", "-1"], "-1 must be a whole number, 0 to"),
+        (["from-hf", "a", "b", "--seed", "x"], "x must be a whole number"),
+        (["to-hf", "a", "b", "--shard-gb", "0"], "0 must be a number above 0"),
+        (["to-hf", "a", "b", "--seed", "0"], "unrecognized arguments: --seed"),
+        (["from-hf", "a", "b", "--process-count", "2"], "--process-index belong together"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(convert, tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+
+    status, _, err = convert(*args)
+
+    assert status == WRONG_USAGE
+    assert len(err.splitlines()) == 1
+    assert re.search(message, err), err
+    assert not (tmp_path / "dst").exists()
+
+
+def test_a_folder_is_not_converted_onto_itself(official_fp8, convert):
+    folder, _, _ = official_fp8()
+
+    status, _, err = convert("from-hf", folder, folder)
+
+    assert (status, "SRC and DST are the same folder" in err) == (WRONG_USAGE, True)
+
+
+def test_progress_goes_to_standard_error_with_rates_and_time_left(official_fp8, convert, tmp_path):
+    folder, _, _ = official_fp8()
+
+    _, out, err = convert("from-hf", folder, tmp_path / "dst")
+
+    lines = err.splitlines()
+    assert any(
+        line.startswith("converting 0.0/0.0 GB  ") and line.endswith(" left") for line in lines
+    )
+    assert any(line.startswith("verifying 0.0/0.0 GB  ") for line in lines)
+    assert "GB/s" in err
+    assert out.count("\n") == 1
+    assert str(tmp_path / "dst") in out
