@@ -123,3 +123,31 @@ def test_hidden_files_are_not_listed(tmp_path):
         (tmp_path / name).write_text("x")
 
     assert storage.file_names(epath.Path(tmp_path)) == ["a", "sub/b"]
+
+
+def test_a_conversion_from_a_bucket_into_a_bucket_and_back_is_exact(
+    bucket, official_fp8, convert, read_official, tmp_path
+):
+    folder, _, _ = official_fp8()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            target = bucket / "hf" / path.relative_to(folder).as_posix()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+
+    status, out, err = convert("from-hf", bucket / "hf", bucket / "orbax")
+    assert status == 0, err
+    assert "gs://bucket/orbax" in out
+    assert (bucket / "orbax" / "checkpoints" / "0" / "manifest.json").is_file()
+    status, _, err = convert("from-hf", bucket / "hf", bucket / "orbax")
+    assert status == 0, err
+
+    status, _, err = convert("to-hf", bucket / "orbax", tmp_path / "back")
+
+    assert status == 0, err
+    assert read_official(tmp_path / "back") == read_official(folder)
+    assert (tmp_path / "back" / "encoding" / "readme.txt").read_text() == "how to encode"
+    status, _, err = convert("to-hf", bucket / "orbax", bucket / "back")
+    assert status == 0, err
+    for path in (tmp_path / "back").glob("*.safetensors"):
+        assert (bucket / "back" / path.name).read_bytes() == path.read_bytes()
