@@ -96,3 +96,23 @@ def test_a_random_key_agrees_with_the_integers_that_it_is_stored_as():
         checkpoint_tree.find_mismatch({"k": jax.random.key_data(key)}, {"k": key}, partial=False)
         == ""
     )
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "partial", "fits"),
+    [
+        ("bfloat16", "float32", True, True),
+        ("float8_e4m3fn", "float32", True, True),
+        ("bfloat16", "float32", False, False),  # a run that goes on must find its own dtypes
+        ("float16", "float32", True, False),
+        ("float32", "bfloat16", True, False),
+        ("int32", "float32", True, False),
+    ],
+)
+def test_parameters_may_be_stored_narrower_where_that_loses_nothing(stored, wanted, partial, fits):
+    have = {"w": jax.ShapeDtypeStruct((3, 2), stored)}
+    want = {"w": jax.ShapeDtypeStruct((3, 2), wanted)}
+
+    assert (checkpoint_tree.find_mismatch(have, want, partial=partial) == "") == fits
+    other = {"w": jax.ShapeDtypeStruct((3, 3), stored)}
+    assert checkpoint_tree.find_mismatch(other, want, partial=True)

@@ -5,7 +5,14 @@ import pytest
 
 from dsv32_jax import config
 from dsv32_jax.config import YarnConfig
-from dsv32_jax.convert.hf_config import parse_config, parse_rope, read_config
+from dsv32_jax.convert.hf_config import (
+    add_indexer,
+    parse_config,
+    parse_rope,
+    read_config,
+    scale_format,
+)
+from dsv32_jax.convert.official_config import official_config
 
 YARN = {
     "factor": 40,
@@ -209,3 +216,106 @@ def test_a_file_is_read_or_named(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="is not JSON"):
         read_config(tmp_path)
+
+
+def test_a_v3_config_becomes_that_of_a_v32_model_of_the_same_sizes():
+    v3 = {key: value for key, value in RELEASED.items() if not key.startswith("index_")}
+    v3 |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {}}
+
+    raw = add_indexer(v3, n_heads=64, head_dim=128, topk=2048)
+
+    assert raw == RELEASED
+    assert parse_config(raw) == parse_config(RELEASED)
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "expected"),
+    [
+        (None, None),
+        ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}, None),  # V3
+        ({"quant_method": "fp8", "scale_fmt": "ue8m0", "activation_scheme": "dynamic"}, "ue8m0"),
+    ],
+)
+def test_only_ue8m0_promises_powers_of_two(quantisation, expected):
+    assert scale_format({"quantization_config": quantisation}) == expected
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "message"),
+    [
+        ({"quant_method": "gptq"}, "quant_method='gptq' is not supported, only 'fp8'"),
+        ({"fmt": "e5m2"}, "fmt='e5m2' is not"),
+        ({"weight_block_size": [1, 128]}, r"weight_block_size=\[1, 128\] is not"),
+        ({"scale_fmt": "float"}, "scale_fmt='float' is not"),
+        ("fp8", "quantization_config='fp8' must be an object"),
+    ],
+)
+def test_another_quantisation_is_refused_by_name(quantisation, message):
+    with pytest.raises(ValueError, match=message):
+        scale_format({"quantization_config": quantisation})
+
+
+# Of the released config.json, what says nothing of the architecture.
+OTHER_KEYS = {
+    "ep_size": 1,
+    "transformers_version": "4.44.2",
+    "use_cache": True,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+}
+
+
+def test_the_released_models_config_is_written_as_released():
+    cfg = dataclasses.replace(config.v32_671b(), init_std=0.02)
+
+    assert official_config(cfg, "fp8") == RELEASED | OTHER_KEYS
+
+
+@pytest.mark.parametrize("name", sorted(config.PRESETS))
+def test_every_preset_survives_the_official_keys(name):
+    cfg = config.PRESETS[name]()
+
+    got = parse_config(official_config(cfg, "bf16"))
+
+    assert got == dataclasses.replace(
+        cfg, dtype="float32", remat="none", scan_unroll=1, indexer=got.indexer
+    )
+    assert dataclasses.replace(got.indexer, hadamard=cfg.indexer.hadamard) == cfg.indexer
+
+
+def test_unscaled_rotation_is_written_without_scaling():
+    cfg = dataclasses.replace(config.tiny(), rope=YarnConfig(theta=500.0, factor=1.0))
+
+    raw = official_config(cfg, "float32")
+
+    assert raw["rope_scaling"] is None
+    assert parse_rope(raw).factor == 1
+    assert raw["torch_dtype"] == "float32"
+
+
+def test_keys_of_the_source_are_kept_and_those_of_the_architecture_follow_the_model():
+    cfg = dataclasses.replace(parse_config(RELEASED), rope=YarnConfig(factor=2.0, original_len=8))
+    base = RELEASED | {"eos_token_id": 77, "x": "y", "hidden_size": 1, "rope_parameters": {}}
+
+    raw = official_config(cfg, "bf16", base)
+
+    assert (raw["eos_token_id"], raw["x"], raw["hidden_size"]) == (77, "y", 7168)
+    assert parse_config(raw) == cfg
+    assert "quantization_config" not in raw
+
+
+def test_a_v3_quantisation_is_kept_only_where_its_scales_are():
+    plain = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    base = RELEASED | {"quantization_config": plain}
+    cfg = parse_config(RELEASED)
+
+    kept = official_config(cfg, "fp8", base, keep_quantisation=True)
+    made = official_config(cfg, "fp8", base)
+
+    assert kept["quantization_config"] == plain
+    assert made["quantization_config"]["scale_fmt"] == "ue8m0"
