@@ -88,6 +88,8 @@ def _run_from_hf(args: argparse.Namespace, boundary: command_line.Boundary) -> N
     drawn = len(job.layout.table) - len(job.found)
     if drawn:
         logger.info("the source has no indexers: %d tensors are drawn, seed %d", drawn, args.seed)
+    if (loss := from_hf.rounding(job)) is not None:
+        logger.info("%s", loss)
     boundary.started = True
     _report(from_hf.convert(job, team), args, str(job.identity["dtype"]))
 
@@ -103,8 +105,9 @@ def _run_to_hf(args: argparse.Namespace, boundary: command_line.Boundary) -> Non
 
 
 def _check_apart(args: argparse.Namespace) -> None:
-    if storage.as_path(args.source) == storage.as_path(args.target):
-        raise errors.UsageError("SRC and DST are the same folder")
+    source, target = storage.as_path(args.source), storage.as_path(args.target)
+    if source == target or source in target.parents or target in source.parents:
+        raise errors.UsageError("SRC and DST must be folders of their own, none inside the other")
 
 
 def _report(figures: Figures, args: argparse.Namespace, dtype: str) -> None:
@@ -235,4 +238,5 @@ def _size(text: str) -> float:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # numpy does the work; accelerators stay free
     sys.exit(main())

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,13 +137,9 @@ def check(folder: epath.Path, result: epath.Path, options: Options) -> Job:
     found = source.find_tensors(folder, table, cfg, optional=optional)
     dtype = options.dtype or _source_dtype(found, table)
     layout = target.plan_layout(table, found, cfg, dtype)
-    chosen = asdict(options) | {"dtype": dtype}
-    kept = ("dtype", "index_heads", "index_head_dim", "index_topk", "seed")
-    identity = {
-        "source": _digest(folder, found),
-        "config": raw,
-        "tensors": len(found),
-    } | {name: chosen[name] for name in kept}
+    identity = {"source": _digest(found), "config": raw, "tensors": len(found), "dtype": dtype}
+    if len(found) < len(table):
+        identity["seed"] = options.seed
     return Job(folder, result, options, raw, cfg, found, layout, identity, scale_format == "ue8m0")
 
 
@@ -154,7 +150,7 @@ def _source_dtype(found: Mapping[str, Found], table: Mapping[str, Slot]) -> Stor
     return next((names[d] for d in names if d in held), "float32")
 
 
-def _digest(folder: epath.Path, found: Mapping[str, Found]) -> str:
+def _digest(found: Mapping[str, Found]) -> str:
     """Identify the source by its files' names, sizes, times and what the headers say."""
     digest = hashlib.sha256()
     entries = [e for f in found.values() for e in f if e is not None]
@@ -164,6 +160,26 @@ def _digest(folder: epath.Path, found: Mapping[str, Found]) -> str:
     for e in entries:
         digest.update(f"{e.name} {e.file.name} {e.dtype} {e.shape} {e.offset}\n".encode())
     return digest.hexdigest()
+
+
+def rounding(job: Job) -> str | None:
+    """Say what a conversion loses.
+
+    Args:
+        job: A conversion.
+
+    Returns:
+        A sentence, or None where every weight is kept exactly.
+    """
+    dtype = job.identity["dtype"]
+    held = {f.weight.dtype for n, f in job.found.items() if job.layout.table[n].quantised}
+    if dtype == "fp8" and held - {"F8_E4M3"}:
+        return "weights are rounded to FP8, with power-of-two scales"
+    if dtype == "bf16" and "F32" in held:
+        return "float32 weights are rounded to bf16"
+    if dtype != "fp8" and "F8_E4M3" in held and not job.power_of_two:
+        return f"FP8 weights times scales that need not be powers of two are rounded to {dtype}"
+    return None
 
 
 def convert(job: Job, workers: Workers) -> Figures:

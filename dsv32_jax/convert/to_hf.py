@@ -1,4 +1,8 @@
-"""Convert a training run or a converted folder to official files, file by file in bounded memory."""
+"""Convert a training run or a converted folder to official files, part by part in bounded memory.
+
+A converted folder's parts are its chunks. A run's arrays are read through TensorStore, which decodes a whole chunk for
+each part of it: one device's shard as it was saved; the two last ones stay in memory.
+"""
 
 import hashlib
 import json

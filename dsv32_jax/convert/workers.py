@@ -1,5 +1,6 @@
 """Threads and processes that share a conversion: who does what, that all of it is done, and that it is on the disk."""
 
+import contextlib
 import logging
 import os
 import time
@@ -111,9 +112,13 @@ def _make(items: Items, notes: journal.Journal, workers: Workers, names: Sequenc
 
     try:
         pool.run_all(work, names, threads=workers.threads)
+    except BaseException:
+        with contextlib.suppress(OSError):  # a full disk has been told of
+            notes.flush()
+        raise
     finally:
-        notes.flush()
         progress.close()
+    notes.flush()
 
 
 def find_damaged(

@@ -1,6 +1,9 @@
+import dataclasses
 import re
 
 import pytest
+
+from dsv32_jax import config
 
 DONE, WRONG_USAGE = 0, 2
 
@@ -43,12 +46,58 @@ def test_wrong_usage_is_one_line_and_status_2(convert, tmp_path, monkeypatch, ar
     assert not (tmp_path / "dst").exists()
 
 
-def test_a_folder_is_not_converted_onto_itself(official_fp8, convert):
+@pytest.mark.parametrize("where", [".", "inside", ".."])
+def test_a_folder_is_not_converted_into_itself(official_fp8, convert, where):
     folder, _, _ = official_fp8()
 
-    status, _, err = convert("from-hf", folder, folder)
+    status, _, err = convert("from-hf", folder, (folder / where).resolve())
 
-    assert (status, "SRC and DST are the same folder" in err) == (WRONG_USAGE, True)
+    assert (status, "SRC and DST must be folders of their own" in err) == (WRONG_USAGE, True)
+
+
+@pytest.mark.parametrize(
+    ("scale_fmt", "dtype", "message"),
+    [
+        ("ue8m0", "bf16", None),
+        ("ue8m0", "fp8", None),
+        (None, "fp8", None),
+        (
+            None,
+            "bf16",
+            "FP8 weights times scales that need not be powers of two are rounded to bf16",
+        ),
+    ],
+)
+def test_what_fp8_weights_lose_is_said(
+    official_fp8, official, convert, tmp_path, scale_fmt, dtype, message
+):
+    folder, raw, tensors = official_fp8()
+    if scale_fmt is None:
+        del raw["quantization_config"]["scale_fmt"]
+        official(raw=raw, tensors=tensors, n_files=3)
+
+    _, _, err = convert("from-hf", folder, tmp_path / "dst", "--dtype", dtype)
+
+    assert ("rounded" in err) == (message is not None)
+    assert message is None or message in err
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        ("float32", None),
+        ("bf16", "float32 weights are rounded to bf16"),
+        ("fp8", "weights are rounded to FP8, with power-of-two scales"),
+    ],
+)
+def test_what_float32_weights_lose_is_said(official, draw, convert, tmp_path, dtype, message):
+    cfg = dataclasses.replace(config.tiny(), n_layers=1)
+    folder, _, _ = official(cfg, draw(cfg))
+
+    _, _, err = convert("from-hf", folder, tmp_path / "dst", "--dtype", dtype)
+
+    assert ("rounded" in err) == (message is not None)
+    assert message is None or message in err
 
 
 def test_progress_goes_to_standard_error_with_rates_and_time_left(official_fp8, convert, tmp_path):
