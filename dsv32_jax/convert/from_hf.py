@@ -257,6 +257,8 @@ def _prepare(job: Job) -> dict[str, Written]:
     # With indexers where the source had none, so that the folder describes the weights.
     content = (json.dumps(job.raw, indent=2) + "\n").encode()
     storage.write(job.target / target.OFFICIAL / "config.json", content)
+    note = {"folder": str(job.source), "dtype": job.identity["dtype"]}
+    target.write_config(job.target, job.cfg, note)
     meta = {"stage": None, "conversion": job.identity}
     return target.write_frame(job.step, job.layout, meta)
 
@@ -298,8 +300,6 @@ def _write(job: Job, slot: Slot, name: str, array: np.ndarray) -> dict[str, Writ
 
 def _finish(job: Job, files: Mapping[str, Written]) -> None:
     """When everything is written and verified, make the checkpoint whole."""
-    note = {"folder": str(job.source), "dtype": job.identity["dtype"]}
-    target.write_config(job.target, job.cfg, note)
     if not storage.is_remote(job.target):
         os.sync()  # so that not even a power failure leaves a manifest without its files
     target.write_manifest(job.step, files)

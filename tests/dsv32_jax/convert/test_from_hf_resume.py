@@ -147,12 +147,32 @@ def free_port():
         return sock.getsockname()[1]
 
 
-def test_two_processes_share_the_work(official_fp8, convert, assert_holds, tmp_path):
+def test_two_processes_share_the_work(official_fp8, convert, assert_holds, read_official, tmp_path):
     folder, _, tensors = official_fp8()
     convert("from-hf", folder, tmp_path / "one")
-    port = free_port()
-    options = ["--coordinator", f"localhost:{port}", "--process-count", "2", "--threads", "1"]
-    command = [sys.executable, "-m", "dsv32_jax.convert", "from-hf", folder, tmp_path / "two"]
+
+    run_two("from-hf", folder, tmp_path / "two")
+
+    assert all_bytes(tmp_path / "one") == all_bytes(tmp_path / "two")
+    assert_holds(tmp_path / "two", tensors)
+
+    run_two("to-hf", tmp_path / "two", tmp_path / "back", "--shard-gb", "0.0002")
+
+    assert read_official(tmp_path / "back") == read_official(folder)
+    assert not (tmp_path / "back" / "conversion").exists()
+
+
+def run_two(*args):
+    """Run the command in two processes that find each other."""
+    options = [
+        "--coordinator",
+        f"localhost:{free_port()}",
+        "--process-count",
+        "2",
+        "--threads",
+        "1",
+    ]
+    command = [sys.executable, "-m", "dsv32_jax.convert", *map(str, args)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     running = [
         subprocess.Popen(
@@ -165,5 +185,3 @@ def test_two_processes_share_the_work(official_fp8, convert, assert_holds, tmp_p
 
     assert [process.returncode for process in running] == [DONE, DONE], ended
     assert ["converted and verified" in out for out, _ in ended] == [True, False]
-    assert all_bytes(tmp_path / "one") == all_bytes(tmp_path / "two")
-    assert_holds(tmp_path / "two", tensors)
