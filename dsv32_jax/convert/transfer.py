@@ -51,7 +51,7 @@ def read_part(
     found: Found,
     scales: Float[np.ndarray, "o i"] | None,
     dtype: np.dtype,
-) -> tuple[Shaped[np.ndarray, "..."], Float[np.ndarray, "o i"] | None]:
+) -> tuple[Shaped[np.ndarray, "..."], Float[np.ndarray, "p i"] | None]:
     """Read one part and turn it into what is stored.
 
     Args:
