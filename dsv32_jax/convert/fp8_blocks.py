@@ -90,4 +90,6 @@ def _scale_of(largest: Float[np.ndarray, " i"]) -> Float[np.ndarray, " i"]:
     mantissa, exponent = np.frexp(largest.astype(np.float64) / E4M3_MAX)
     exponent = np.where(mantissa == 0.5, exponent - 1, exponent)
     exponent = np.clip(exponent, MIN_EXPONENT, MAX_EXPONENT)
-    return np.where(largest == 0, 1.0, np.exp2(exponent.astype(np.float64))).astype(np.float32)
+    return np.exp2(exponent.astype(np.float64)).astype(
+        np.float32
+    )  # 1 for zero, whose exponent is 0

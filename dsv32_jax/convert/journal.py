@@ -77,7 +77,7 @@ class Journal:
         """Read all processes' notes.
 
         Returns:
-            The files by finished item, and the items that have been verified too.
+            The files by finished item, those of the last time where it was done again, and the items that have been verified too.
         """
         files: dict[str, dict[str, Written]] = {}
         verified: set[str] = set()
@@ -90,9 +90,6 @@ class Journal:
                 row = json.loads(line)
                 if "verified" in row:
                     verified.update(row["verified"])
-                elif "dropped" in row:
-                    files.pop(row["dropped"], None)
-                    verified.discard(row["dropped"])
                 else:
                     files[row["item"]] = {n: Written(*entry) for n, entry in row["files"].items()}
         return files, verified
@@ -109,11 +106,6 @@ class Journal:
     def add_verified(self, items: Iterable[str]) -> None:
         """Note that items' files have been read again and are right, at once."""
         self._append({"verified": sorted(items)})
-        self.flush()
-
-    def drop(self, item: str) -> None:
-        """Forget an item, so that it is done again."""
-        self._append({"dropped": item})
         self.flush()
 
     def _append(self, row: dict[str, Any]) -> None:

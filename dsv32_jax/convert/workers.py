@@ -95,7 +95,6 @@ def do_share(items: Items, notes: journal.Journal, workers: Workers) -> int:
             if attempt + 1 == ATTEMPTS:
                 raise errors.WorkFailedError(f"{name}: {damage}, though it was written twice")
             logger.warning("converting %s again: %s", name, damage)
-            notes.drop(name)
         if not damaged:
             break
         _make(items, notes, workers, list(damaged))
