@@ -77,7 +77,7 @@ class Journal:
         """Read all processes' notes.
 
         Returns:
-            The files by finished item, those of the last time where it was done again, and the items that have been verified too.
+            The files by finished item, of the last time where it was done again, and the items that are verified too.
         """
         files: dict[str, dict[str, Written]] = {}
         verified: set[str] = set()
