@@ -88,11 +88,7 @@ def run_all[T](work: Callable[[T], None], items: Sequence[T], *, threads: int) -
                 item = next(queue, stop)
             if item is stop:
                 return
-            try:
-                work(item)  # type: ignore[arg-type]
-            except BaseException:
-                stop.set()
-                raise
+            work(item)  # type: ignore[arg-type]
 
     with futures.ThreadPoolExecutor(threads) as pool:
         running = [pool.submit(loop) for _ in range(min(threads, len(items)))]
