@@ -27,6 +27,7 @@ NEVER_QUANTISED = (
     "embed_tokens.weight", "lm_head.weight", "norm.weight", "norm.bias", "mlp.gate.weight", "e_score_correction_bias",
     "weights_proj.weight", "eh_proj.weight", "shared_head.head.weight",
 )  # fmt: skip
+FP8_LAYOUTS: dict = {}  # config and tensors by model: quantising takes longer than most tests
 FLOAT32 = ("norm.weight", "norm.bias", "e_score_correction_bias")
 QUANTISATION = {
     "quant_method": "fp8",
@@ -83,11 +84,12 @@ def official_fp8(official, draw):
     """Write a model in the FP8 layout over several files, scales in other files than their weights."""
 
     def write(cfg=CFG, *, n_files=3, name="official"):
-        _, raw, tensors = official(cfg, draw(cfg), name="unquantised")
+        if cfg not in FP8_LAYOUTS:
+            _, raw, tensors = official(cfg, draw(cfg), name="unquantised")
+            FP8_LAYOUTS[cfg] = raw, to_fp8_layout(tensors)
+        raw, tensors = FP8_LAYOUTS[cfg]
         raw = raw | {"quantization_config": dict(QUANTISATION)}
-        folder, raw, tensors = official(
-            raw=raw, tensors=to_fp8_layout(tensors), n_files=n_files, name=name
-        )
+        folder, raw, tensors = official(raw=raw, tensors=dict(tensors), n_files=n_files, name=name)
         (folder / "tokenizer.json").write_text('{"version": "1.0"}')
         (folder / "encoding").mkdir(exist_ok=True)
         (folder / "encoding" / "readme.txt").write_text("how to encode")

@@ -200,7 +200,7 @@ np.savez(sys.argv[3], **{k: np.asarray(v) for group in got for k, v in group.ite
 """
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp8", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_converted_checkpoint_loads_on_eight_devices(official_fp8, convert, tmp_path, dtype):
     folder, _, _ = official_fp8()
     convert("from-hf", folder, tmp_path / "dst", "--dtype", dtype)

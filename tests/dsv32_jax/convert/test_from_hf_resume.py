@@ -63,7 +63,7 @@ def all_bytes(folder):
     }
 
 
-@pytest.mark.parametrize("after", [130, 230])
+@pytest.mark.parametrize("after", [130, pytest.param(230, marks=pytest.mark.slow)])
 def test_a_killed_conversion_goes_on_and_gives_the_same_bytes(
     official_fp8, convert, assert_is_refused, tmp_path, after
 ):

@@ -59,7 +59,7 @@ def worst_errors(capsys, checkpoint, reference):
 
 
 @needs_data
-@pytest.mark.parametrize("dtype", ["fp8", "bf16", "float32"])
+@pytest.mark.parametrize("dtype", ["fp8", "bf16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_stored_reference_is_met_up_to_its_first_experts(convert, capsys, tmp_path, dtype):
     assert convert("from-hf", BLOCKS, tmp_path / "dst", "--dtype", dtype)[0] == 0
 
@@ -90,8 +90,7 @@ def test_fp8_weights_give_the_logits_of_transformers_by_every_way(convert, capsy
 
 
 @needs_data
-@pytest.mark.parametrize("dtype", ["float32"])
-def test_float32_weights_keep_the_reference_logits(convert, capsys, tmp_path, dtype):
+def test_float32_weights_keep_the_reference_logits(convert, capsys, tmp_path):
     assert convert("from-hf", SMALL, tmp_path / "dst")[0] == 0
 
     status, worst = worst_errors(capsys, tmp_path / "dst", SMALL / "reference.npz")

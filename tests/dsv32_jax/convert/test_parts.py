@@ -35,7 +35,7 @@ def small_parts(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("dtype", ["fp8", "bf16", "float32"])
+@pytest.mark.parametrize("dtype", ["fp8", "bf16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_checkpoint_in_parts_is_the_same_model(
     official_fp8, convert, dequantised, read_official, tmp_path, dtype
 ):

@@ -94,7 +94,7 @@ def test_fp8_weights_are_dequantised_exactly(
     assert raw["torch_dtype"] == {"BF16": "bfloat16", "F32": "float32"}[code]
 
 
-@pytest.mark.parametrize("through", ["bf16", "float32"])
+@pytest.mark.parametrize("through", ["bf16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_requantised_weights_have_power_of_two_scales_and_the_same_values(
     official_fp8, convert, dequantised, read_official, tmp_path, through
 ):
