@@ -20,12 +20,6 @@ def blocks(n: int) -> int:
     return -(-n // BLOCK)
 
 
-def is_power_of_two(scales: Float[np.ndarray, "..."]) -> bool:
-    """Tell whether every scale is a positive power of two."""
-    mantissa, _ = np.frexp(scales)
-    return bool(np.all(mantissa == 0.5))
-
-
 def has_nan(q: Shaped[np.ndarray, "..."]) -> bool:
     """Tell whether e4m3 numbers hold a NaN, the only value of theirs that is not finite."""
     return bool(((q.view(np.uint8) & 0x7F) == 0x7F).any())

@@ -4,11 +4,9 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -206,7 +204,7 @@ def convert(job: Job, workers: Workers) -> Figures:
     if (job.step / manifest.MANIFEST).is_file():
         _verify_finished(job, items, workers)
         return Figures(len(items.sizes), sum(items.sizes.values()), 0.0, len(items.sizes))
-    _check_space(job, items, notes.finished()[0])
+    workers_lib.check_space(items, notes.finished()[0])
     if workers.is_first:
         frame = _prepare(job)
     else:
@@ -237,18 +235,6 @@ def _items(job: Job) -> Items:
         files=job.layout.files,
         make=lambda name: _convert_tensor(job, job.layout.table[name]),
     )
-
-
-def _check_space(job: Job, items: Items, done: Mapping[str, object]) -> None:
-    """Refuse at once what cannot fit on a local disk."""
-    if storage.is_remote(job.target):
-        return
-    left = sum(size for name, size in items.sizes.items() if name not in done)
-    free = shutil.disk_usage(Path(job.target)).free
-    if left > free:
-        raise errors.WorkFailedError(
-            f"the disk of {job.target} is full: {left / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free"
-        )
 
 
 def _prepare(job: Job) -> dict[str, Written]:

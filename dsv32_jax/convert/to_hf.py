@@ -9,11 +9,9 @@ import json
 import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -242,7 +240,7 @@ def convert(job: Job, workers: Workers) -> Figures:
     if not workers.is_first:
         workers_lib.wait_for(notes.has_begun)
     notes.begin(job.identity)
-    _check_space(job, items, notes.finished()[0])
+    workers_lib.check_space(items, notes.finished()[0])
     resumed = workers_lib.do_share(items, notes, workers)
     if workers.is_first:
         workers_lib.collect(items, notes)
@@ -264,18 +262,6 @@ def _items(job: Job) -> Items:
         files=lambda file: {file: sizes[file]},
         make=lambda file: {file: _write_shard(job, file)},
     )
-
-
-def _check_space(job: Job, items: Items, done: Mapping[str, object]) -> None:
-    """Refuse at once what cannot fit on a local disk."""
-    if storage.is_remote(job.target):
-        return
-    left = sum(size for name, size in items.sizes.items() if name not in done)
-    free = shutil.disk_usage(Path(job.target)).free
-    if left > free:
-        raise errors.WorkFailedError(
-            f"the disk of {job.target} is full: {left / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free"
-        )
 
 
 def _header(job: Job, file: str) -> dict[str, Shape]:

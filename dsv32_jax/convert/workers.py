@@ -3,9 +3,11 @@
 import contextlib
 import logging
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from etils import epath
 
@@ -65,6 +67,27 @@ class Items:
                 share.append(name)
             before += size
         return share
+
+
+def check_space(items: Items, done: Container[str]) -> None:
+    """Refuse at once what cannot fit on a local disk.
+
+    Args:
+        items: The work.
+        done: Items whose files are there.
+
+    Raises:
+        WorkFailedError: If less is free than the rest needs.
+    """
+    if storage.is_remote(items.folder):
+        return
+    there = next(path for path in (items.folder, *items.folder.parents) if path.is_dir())
+    left = sum(size for name, size in items.sizes.items() if name not in done)
+    free = shutil.disk_usage(Path(there)).free
+    if left > free:
+        raise errors.WorkFailedError(
+            f"the disk of {there} is full: {left / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free"
+        )
 
 
 def do_share(items: Items, notes: journal.Journal, workers: Workers) -> int:

@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dsv32_jax.convert import from_hf
+from dsv32_jax.convert import workers
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
@@ -146,8 +146,8 @@ def quantisation(folder, **changes):
 
 def test_what_cannot_fit_is_refused_at_once(official_fp8, convert, tmp_path, monkeypatch):
     folder, _, _ = official_fp8()
-    usage = from_hf.shutil.disk_usage(tmp_path)._replace(free=100_000)
-    monkeypatch.setattr(from_hf.shutil, "disk_usage", lambda path: usage)
+    usage = workers.shutil.disk_usage(tmp_path)._replace(free=100_000)
+    monkeypatch.setattr(workers.shutil, "disk_usage", lambda path: usage)
 
     status, _, err = convert("from-hf", folder, tmp_path / "dst")
 
