@@ -12,7 +12,7 @@ from orbax.checkpoint import checkpoint_utils
 from dsv32_jax import checkpoint_tree, errors, manifest, parameters
 from dsv32_jax.config import Dtype, ModelConfig
 from dsv32_jax.config_json import config_from_json
-from dsv32_jax.convert import restore
+from dsv32_jax.convert import restore, target
 from dsv32_jax.convert.hf_config import read_config
 from dsv32_jax.convert.load import load_official
 from dsv32_jax.model import DeepSeekV32
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 STATE = "state"
-OFFICIAL = "official"  # what a conversion carries along unchanged
 KINDS = "a folder in the official layout, a training run or converted checkpoint, its checkpoints, or one of them"
 
 
@@ -81,12 +80,10 @@ def load_tokenizer_of(path: Path, override: str | None = None) -> Tokenizer:
     """
     if override is not None:
         return load_tokenizer(override)
-    path = path.absolute()
     if not path.exists():
-        raise FileNotFoundError(f"no folder {path}")
-    run = path.parent.parent if _is_step(path) and path.parent.name == CHECKPOINTS else path
-    run = run.parent if run.name == CHECKPOINTS else run
-    for folder in (run, run / OFFICIAL):
+        raise FileNotFoundError(f"no folder {path.absolute()}")
+    run, official = folders_beside(path)
+    for folder in (run, official):
         if (folder / TOKENIZER_FILE).is_file():
             return load_tokenizer(str(folder))
     if (run / CONFIG).is_file():
@@ -94,6 +91,21 @@ def load_tokenizer_of(path: Path, override: str | None = None) -> Tokenizer:
         if isinstance(named, str):
             return load_tokenizer(named)
     raise FileNotFoundError(f"{path} has no {TOKENIZER_FILE} and names none; give --tokenizer")
+
+
+def folders_beside(path: Path) -> tuple[Path, Path]:
+    """Return where a checkpoint's other files may lie.
+
+    Args:
+        path: As for `load_model`.
+
+    Returns:
+        (the run's or the official folder itself, the folder in it that a conversion carries official files in).
+    """
+    path = path.absolute()
+    run = path.parent if _is_step(path) and path.parent.name == CHECKPOINTS else path
+    run = run.parent if run.name == CHECKPOINTS else run
+    return run, run / target.OFFICIAL
 
 
 def _read_json(path: Path) -> dict[str, Any]:

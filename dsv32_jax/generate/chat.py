@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsv32_jax import encoding
+from dsv32_jax import encoding, load_model
 from dsv32_jax.encoding import markup
 from dsv32_jax.generate.engine import Engine
 from dsv32_jax.generate.protocol import TokenEvent
@@ -74,7 +74,7 @@ def tools_block_of(checkpoint: Path, override: Path | None) -> str | None:
     """Return the text that describes tools to a checkpoint's model.
 
     Args:
-        checkpoint: A folder; its `encoding/`, or that of a converted checkpoint, is read if it is there.
+        checkpoint: As for `load_model`; the `encoding/` that came with it is read if it is there.
         override: A file or folder to read instead.
 
     Returns:
@@ -86,9 +86,9 @@ def tools_block_of(checkpoint: Path, override: Path | None) -> str | None:
     """
     if override is not None:
         return encoding.read_tools_block(override)
-    for folder in (checkpoint / "encoding", checkpoint / "official" / "encoding"):
-        if folder.is_dir():
-            return encoding.read_tools_block(folder)
+    for folder in load_model.folders_beside(checkpoint):
+        if (folder / "encoding").is_dir():
+            return encoding.read_tools_block(folder / "encoding")
     return None
 
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from dsv32_jax import config
+from dsv32_jax import config, encoding
 from dsv32_jax.generate import __main__ as command
+from dsv32_jax.generate import chat
 from dsv32_jax.tokenizer import ByteTokenizer
 
 SHORT = ["--tokenizer", "bytes", "--dtype", "float32", "--max-len", "64", "--prefill-chunk", "32"]
@@ -89,8 +90,6 @@ def test_wrong_usage_is_one_line_and_status_2(run, arguments, words):
 
 
 def test_a_messages_file_may_hold_tools(tmp_path):
-    from dsv32_jax.generate import chat
-
     path = tmp_path / "talk.json"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": [1]}))
     assert chat.read_messages(path) == [
@@ -101,9 +100,17 @@ def test_a_messages_file_may_hold_tools(tmp_path):
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"tools": []}', '["x"]', "3"])
 def test_a_messages_file_of_another_form_is_refused(tmp_path, text):
-    from dsv32_jax.generate import chat
-
     path = tmp_path / "talk.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"talk\.json"):
         chat.read_messages(path)
+
+
+@pytest.mark.parametrize("place", ["encoding", "official/encoding"])
+@pytest.mark.parametrize("inside", [".", "checkpoints", "checkpoints/3"])
+def test_the_tools_block_that_came_with_a_checkpoint_is_read(tmp_path, place, inside, monkeypatch):
+    monkeypatch.setattr(encoding, "read_tools_block", str)
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    assert chat.tools_block_of(tmp_path / inside, None) == str(tmp_path / place)
+    assert chat.tools_block_of(tmp_path / "elsewhere", None) is None
