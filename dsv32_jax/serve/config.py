@@ -1,0 +1,28 @@
+"""How requests are answered."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """How requests are answered.
+
+    Attributes:
+        model: The name that clients call the model by.
+        api_key: What clients must know; None lets everybody in.
+        thinking: Whether the model reasons first where a request does not say.
+        timeout: Seconds that a request may take.
+        max_body: Bytes that a request may have.
+        max_prompt: Tokens that a prompt may have; the engine's own limit holds too.
+        tools_block: Wording around tools; None is this project's.
+        response_format_block: Wording around a response format; None is this project's.
+    """
+
+    model: str
+    api_key: str | None = None
+    thinking: bool = False
+    timeout: float = 600.0
+    max_body: int = 2**24
+    max_prompt: int = 2**31 - 1
+    tools_block: str | None = None
+    response_format_block: str | None = None
