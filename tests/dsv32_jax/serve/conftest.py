@@ -47,6 +47,7 @@ SCRIPTS = {
     "call": [*f"I add.\n\n{CALL}".encode(), *END],
     "thoughtcall": [*f"Add?{markup.THINK_END}I add.\n\n{CALL}".encode(), *END],
     "broken": [*f"I add.\n\n{BROKEN}".encode(), *END],
+    "otherend": [*b"Hi.", ByteTokenizer.pad_id, *b"And on"],
     "long": list(b"a" * MAX_LEN),
 }
 
@@ -89,8 +90,16 @@ def serve(tiny):
     """Return a context manager that runs a server: a real one, on a free port."""
 
     @contextlib.contextmanager
-    def run(*, engine=ScriptedEngine, max_unread=1024, grace=5.0, send_buffer=None, **changes):
-        tokenizer = ByteTokenizer()
+    def run(
+        *,
+        engine=ScriptedEngine,
+        max_unread=1024,
+        grace=5.0,
+        send_buffer=None,
+        tokenizer=None,
+        **changes,
+    ):
+        tokenizer = tokenizer or ByteTokenizer()
         drawn_by = engine(tiny, ENGINE, eos_id=tokenizer.eos_id)
         worker = EngineWorker(drawn_by, max_unread=max_unread)
         cfg = dataclasses.replace(CONFIG, **changes)

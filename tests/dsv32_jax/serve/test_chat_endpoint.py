@@ -3,6 +3,9 @@ import json
 import openai
 import pytest
 
+from dsv32_jax.encoding import markup
+from dsv32_jax.tokenizer import ByteTokenizer
+
 TOOLS = [
     {
         "type": "function",
@@ -76,6 +79,12 @@ def test_the_events_are_server_sent_events_that_end_in_done(server):
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert "usage" not in chunks[-1]
 
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    events = server.http.post("/v1/chat/completions", json=body).text.split("\n\n")[:-2]
+    usages = [json.loads(event.removeprefix("data: "))["usage"] for event in events]
+    assert usages[:-1] == [None] * (len(usages) - 1)
+    assert usages[-1]["completion_tokens"] > 0
+
 
 def test_a_drawn_answer_is_the_same_streamed_or_not(server):
     options = {"seed": 5, "max_tokens": 24}
@@ -124,7 +133,7 @@ def test_a_stop_string_frees_the_slot_at_once(server):
     before = server.engine.stats.drawn_tokens
     answer = ask(server, "script=long", stop="aaa")
     assert (answer.choices[0].message.content, answer.usage.completion_tokens) == ("", 3)
-    assert server.engine.stats.drawn_tokens - before < 100
+    assert server.engine.stats.drawn_tokens - before < 500  # of 1000
     assert server.engine.n_running == 0
 
 
@@ -158,6 +167,28 @@ def test_reasoning_is_apart_from_content(server):
     assert (message.reasoning_content, message.content) == ("So, so.", "Yes.")
     stream = ask(server, "script=thought", thinking="enabled", stream=True)
     assert gather(stream)[:2] == ("Yes.", "So, so.")
+
+
+def test_the_prompt_opens_the_reasoning_or_says_that_there_is_none(server):
+    thinks, chats = (
+        ask(server, "script=thought", thinking=kind).usage.prompt_tokens
+        for kind in ("enabled", "disabled")
+    )
+    assert thinks - chats == len(markup.THINK_START) - len(markup.THINK_END)
+
+
+class OtherEnd(ByteTokenizer):
+    """Ends its texts with another token than the chat format does."""
+
+    def token_id(self, text):
+        return self.pad_id if text == markup.EOS else super().token_id(text)
+
+
+def test_the_end_of_the_chat_format_ends_a_message(serve):
+    with serve(tokenizer=OtherEnd()) as server:
+        (choice,) = ask(server, "script=otherend", max_tokens=20).choices
+    assert (choice.message.content, choice.finish_reason) == ("Hi.", "stop")
+    assert not hasattr(choice, "problems")
 
 
 def test_templates_know_the_switch_by_another_name(server):
