@@ -286,6 +286,7 @@ def _write(job: Job, slot: Slot, name: str, array: np.ndarray) -> dict[str, Writ
 
 def _finish(job: Job, files: Mapping[str, Written]) -> None:
     """When everything is written and verified, make the checkpoint whole."""
+    storage.remove_partials(job.target)
     if not storage.is_remote(job.target):
         os.sync()  # so that not even a power failure leaves a manifest without its files
     target.write_manifest(job.step, files)

@@ -68,6 +68,17 @@ def partial_name(path: epath.Path) -> epath.Path:
     return path.parent / f".{path.name}{PARTIAL_SUFFIX}"
 
 
+def remove_partials(folder: epath.Path) -> None:
+    """Remove what processes that were killed left half-written below a local folder; nobody may be writing there.
+
+    Args:
+        folder: The folder.
+    """
+    if not is_remote(folder):
+        for path in Path(folder).rglob(f".*{PARTIAL_SUFFIX}"):
+            path.unlink(missing_ok=True)
+
+
 def write(path: epath.Path, data: bytes | memoryview) -> None:
     """Write a file in one step: by renaming a local one; an object of a bucket appears when it is complete.
 

@@ -308,6 +308,7 @@ def _index(job: Job) -> dict[str, Any]:
 
 def _finish(job: Job) -> None:
     """When all files are written and verified, add what makes the folder loadable."""
+    storage.remove_partials(job.target)
     if job.carried is not None:
         folder, names = job.carried
         target.carry(folder, job.target, names)

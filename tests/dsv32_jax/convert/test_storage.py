@@ -151,3 +151,14 @@ def test_a_conversion_from_a_bucket_into_a_bucket_and_back_is_exact(
     assert status == 0, err
     for path in (tmp_path / "back").glob("*.safetensors"):
         assert (bucket / "back" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_what_was_left_half_written_is_removed_and_nothing_else(tmp_path):
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    kept = [folder / "x.partial", folder / ".hidden", tmp_path / "x"]
+    gone = [folder / ".x.partial", tmp_path / ".y.jsonl.partial"]
+    for path in [*kept, *gone]:
+        path.write_bytes(b"")
+    storage.remove_partials(epath.Path(tmp_path))
+    assert [path.exists() for path in [*kept, *gone]] == [True] * 3 + [False] * 2
