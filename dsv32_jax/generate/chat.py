@@ -86,10 +86,29 @@ def tools_block_of(checkpoint: Path, override: Path | None) -> str | None:
     """
     if override is not None:
         return encoding.read_tools_block(override)
-    for folder in load_model.folders_beside(checkpoint):
-        if (folder / "encoding").is_dir():
-            return encoding.read_tools_block(folder / "encoding")
-    return None
+    folder = _encoding_folder(checkpoint)
+    return None if folder is None else encoding.read_tools_block(folder)
+
+
+def response_format_block_of(checkpoint: Path) -> str | None:
+    """Return the text that describes a response's format to a checkpoint's model.
+
+    Args:
+        checkpoint: As for `load_model`; the `encoding/` that came with it is read if it is there.
+
+    Returns:
+        The block; None for this project's own wording.
+
+    Raises:
+        EncodingError: If there is no such block in the folder.
+    """
+    folder = _encoding_folder(checkpoint)
+    return None if folder is None else encoding.read_response_format_block(folder)
+
+
+def _encoding_folder(checkpoint: Path) -> Path | None:
+    folders = (folder / "encoding" for folder in load_model.folders_beside(checkpoint))
+    return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def draw_answer(

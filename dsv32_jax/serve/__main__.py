@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsv32_jax import command_line, errors, load_model
-from dsv32_jax.encoding import blocks
+from dsv32_jax.generate import __main__ as generation
+from dsv32_jax.generate import chat
 from dsv32_jax.generate.engine import Engine
-from dsv32_jax.generate.protocol import EngineConfig, Stats
-from dsv32_jax.generate.sampling import SamplingParams
-from dsv32_jax.serve import engine_options
+from dsv32_jax.generate.protocol import EngineConfig
 from dsv32_jax.serve.config import ServeConfig
 from dsv32_jax.serve.worker import EngineWorker
 from dsv32_jax.tokenizer import Tokenizer
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(argv)
         _check_extra()
         with command_line.wrong_usage():
-            tokenizer = engine_options.load_tokenizer_of(args.checkpoint, args.tokenizer)
+            tokenizer = load_model.load_tokenizer_of(args.checkpoint, args.tokenizer)
             cfg, engine_cfg = _serve_config(args), _engine_config(args)
         # Before the model, which may take minutes to load.
         with _bind(args.host, args.port) as listener:
@@ -90,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-body-mb", type=_count, default=16, help="largest request body in MiB (16)")
     add("--timeout", type=_seconds, default=600.0, help="seconds a request may take (600)")
     add("--grace", type=_seconds, default=30.0, help="seconds to finish after a signal (30)")
-    engine_options.add_engine_options(parser)
+    generation.add_engine_options(parser)
     return parser
 
 
@@ -136,16 +135,14 @@ def _seconds(text: str) -> float:
 
 def _serve_config(args: argparse.Namespace) -> ServeConfig:
     limits = {} if args.max_prompt_tokens is None else {"max_prompt": args.max_prompt_tokens}
-    encoding = args.checkpoint / "encoding"
-    form = blocks.read_response_format_block(encoding) if encoding.is_dir() else None
     return ServeConfig(
         model=args.model_name or args.checkpoint.absolute().name,
         api_key=_api_key(args),
         thinking=args.thinking,
         timeout=args.timeout,
         max_body=args.max_body_mb * 2**20,
-        tools_block=engine_options.tools_block_of(args.checkpoint, args.tools_block),
-        response_format_block=form,
+        tools_block=chat.tools_block_of(args.checkpoint, args.tools_block),
+        response_format_block=chat.response_format_block_of(args.checkpoint),
         **limits,
     )
 
@@ -163,7 +160,7 @@ def _api_key(args: argparse.Namespace) -> str | None:
 
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
     # The worker bounds running and waiting texts together.
-    return engine_options.engine_config(
+    return generation.engine_config(
         args, slots=args.slots, max_waiting=args.slots + args.max_waiting
     )
 
@@ -184,19 +181,9 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _load(args: argparse.Namespace, cfg: EngineConfig, tokenizer: Tokenizer) -> Engine:
-    """Load the model and compile its steps for short texts, so that the first client need not wait for that."""
-    logger.info("loading %s", args.checkpoint)
-    model = load_model.load_model(args.checkpoint, args.dtype)
-    if tokenizer.vocab_size > model.cfg.vocab_size:
-        raise errors.UsageError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.cfg.vocab_size}"
-        )
-    engine = Engine(model, cfg, eos_id=tokenizer.eos_id)
-    logger.info("compiling")
-    engine.submit([0], SamplingParams(max_tokens=min(2, cfg.max_len - 1), ignore_eos=True))
-    for _ in engine.run():
-        pass
-    engine.stats = Stats()
+    """Load the model and compile its steps for every length, so that no client waits for that."""
+    engine = generation.load_engine(args, cfg, tokenizer)
+    engine.warm_up()
     return engine
 
 
