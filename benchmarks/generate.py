@@ -89,8 +89,7 @@ def _parts(cfg: config.ModelConfig) -> decoder.Decoder:
     shapes = parameters.abstract(cfg)
 
     def draw(name: str, shape: tuple[int, ...]) -> jax.Array:
-        wide = name.endswith(decoder.FLOAT32_WEIGHTS)
-        dtype = jnp.float32 if wide else cfg.dtype
+        dtype = parameters.product_dtype(name, cfg)
         if "norm" in name:
             return jnp.ones(shape, jnp.float32)
         return _normal(jax.random.key(len(name)), shape, dtype) * jnp.asarray(cfg.init_std, dtype)

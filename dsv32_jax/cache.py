@@ -4,13 +4,15 @@ A sequence owns pages of `page_size` rows, in any order; its page table lists th
 of which has arrays of its own. A page may belong to several sequences that begin alike.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from dsv32_jax import sharding
 from dsv32_jax.config import ModelConfig, require
@@ -202,6 +204,31 @@ def write_experts(
     rows_N = jnp.where(rows_BT < 0, layer.experts.shape[0], rows_BT).reshape(-1)
     flat = experts_BTA.reshape(rows_N.shape[0], -1).astype(layer.experts.dtype)
     return layer._replace(experts=layer.experts.at[rows_N].set(flat, mode="drop"))
+
+
+def read_experts(
+    layers: Sequence[LayerCache], owned: Sequence[int], n_tokens: int, page_size: int
+) -> Integer[np.ndarray, "L T A"] | None:
+    """Read the experts of a sequence's first tokens.
+
+    Args:
+        layers: The layers; those that keep no experts are left out.
+        owned: The sequence's pages in order.
+        n_tokens: Tokens that have rows.
+        page_size: Tokens of a page.
+
+    Returns:
+        int32, a layer that keeps experts each; None where none does.
+    """
+    kept = [layer.experts for layer in layers if layer.experts is not None]
+    if not kept:
+        return None
+    # Padded to a power of two, so that few lengths compile.
+    place = np.zeros(1 << max(n_tokens - 1, 0).bit_length(), np.int32)
+    place[:n_tokens] = np.arange(n_tokens)
+    rows = np.asarray([*owned, 0], np.int32)[place // page_size] * page_size + place % page_size
+    read = [np.asarray(jnp.take(experts, rows, axis=0)) for experts in kept]
+    return np.stack(read)[:, :n_tokens].astype(np.int32)
 
 
 def read_latents(

@@ -2,11 +2,15 @@
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 from orbax.checkpoint import checkpoint_utils
 
 from dsv32_jax import checkpoint_tree, errors, manifest, parameters
@@ -16,6 +20,7 @@ from dsv32_jax.convert import restore, target
 from dsv32_jax.convert.hf_config import read_config
 from dsv32_jax.convert.load import load_official
 from dsv32_jax.model import DeepSeekV32
+from dsv32_jax.parameters import Parameters
 from dsv32_jax.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -26,7 +31,9 @@ STATE = "state"
 KINDS = "a folder in the official layout, a training run or converted checkpoint, its checkpoints, or one of them"
 
 
-def load_model(path: Path, dtype: Dtype = "float32") -> DeepSeekV32:
+def load_model(
+    path: Path, dtype: Dtype = "float32", *, mesh: Mesh | None = None, narrow: bool = False
+) -> DeepSeekV32:
     """Load a model for running it.
 
     Args:
@@ -34,9 +41,12 @@ def load_model(path: Path, dtype: Dtype = "float32") -> DeepSeekV32:
             of a converted checkpoint (config.json with the model, checkpoints/), its checkpoints folder, or one step in
             there. Of several steps the newest whole one is taken; damaged ones are passed over with a warning.
         dtype: Dtype of activations and matrix products, in place of the config's.
+        mesh: Where the parameters go, each device reading its own part (of an official folder, all of it); None is
+            the first device.
+        narrow: Keep each parameter in the dtype of its products instead of float32, for running only.
 
     Returns:
-        The model, float32 parameters on the first device.
+        The model.
 
     Raises:
         FileNotFoundError: If there is no such folder or no checkpoint in it.
@@ -48,20 +58,48 @@ def load_model(path: Path, dtype: Dtype = "float32") -> DeepSeekV32:
         raise FileNotFoundError(f"no folder {path}")
     if not path.is_dir():
         raise ValueError(f"{path} is a file; needed is {KINDS}")
+
+    def place(cfg: ModelConfig) -> Parameters:
+        return _layout(cfg, mesh, narrow=narrow)
+
     if _is_step(path) and path.parent.name == CHECKPOINTS:
-        return _load_step(_whole(path), path.parent.parent, dtype)
+        return _load_step(_whole(path), path.parent.parent, dtype, place)
     if path.name == CHECKPOINTS:
-        return _load_step(_newest_whole(path), path.parent, dtype)
+        return _load_step(_newest_whole(path), path.parent, dtype, place)
     if not (path / CONFIG).is_file():
         raise ValueError(f"{path} has no {CONFIG}; needed is {KINDS}")
     if "model_type" in _read_json(path / CONFIG):
-        return load_official(path, replace(read_config(path), dtype=dtype))
+        cfg = replace(read_config(path), dtype=dtype)
+        arrays = parameters.flatten(load_official(path, cfg))
+        return parameters.assemble(cfg, jax.tree.map(_put, arrays, place(cfg)))
     if (path / CHECKPOINTS).is_dir():
-        return _load_step(_newest_whole(path / CHECKPOINTS), path, dtype)
+        return _load_step(_newest_whole(path / CHECKPOINTS), path, dtype, place)
     raise ValueError(
         f"{path} has no model_type in its {CONFIG}, as the official layout, and no {CHECKPOINTS} "
         "folder, as a training run that has saved"
     )
+
+
+def _layout(cfg: ModelConfig, mesh: Mesh | None, *, narrow: bool) -> Parameters:
+    """Return shape, dtype and place of every parameter."""
+    shapes = parameters.abstract(cfg)
+    first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    places = parameters.shardings(cfg, mesh) if mesh else jax.tree.map(lambda _: first, shapes)
+
+    def describe(name: str, shape: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+        dtype = parameters.product_dtype(name, cfg) if narrow else shape.dtype
+        return jax.ShapeDtypeStruct(shape.shape, jnp.dtype(dtype), sharding=where)
+
+    weights = {n: describe(n, x, places.weights[n]) for n, x in shapes.weights.items()}
+    bias = {
+        n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places.router_bias[n])
+        for n, x in shapes.router_bias.items()
+    }
+    return Parameters(weights, bias)
+
+
+def _put(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.device_put(array.astype(wanted.dtype), wanted.sharding)
 
 
 def load_tokenizer_of(path: Path, override: str | None = None) -> Tokenizer:
@@ -144,17 +182,20 @@ def _whole(step: Path) -> Path:
     return step
 
 
-def _load_step(step: Path, run: Path, dtype: Dtype) -> DeepSeekV32:
+def _load_step(
+    step: Path, run: Path, dtype: Dtype, place: Callable[[ModelConfig], Parameters]
+) -> DeepSeekV32:
     """Restore the parameters, and nothing else of the training state."""
     raw = _read_json(run / CONFIG)
     if "model" not in raw:
         raise ValueError(f"{run / CONFIG} has no model, so {run} is no training run")
     cfg = replace(config_from_json(ModelConfig, raw["model"]), dtype=dtype)
-    like = {"parameters": parameters.abstract(cfg)}
+    like = {"parameters": place(cfg)}
     wanted = checkpoint_tree.abstract_of(checkpoint_tree.to_nested_dict(like))
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         saved = checkpointer.metadata(step / STATE).item_metadata
-        mismatch = checkpoint_tree.find_mismatch(saved.tree, wanted, partial=True)
+        wide = checkpoint_tree.to_nested_dict({"parameters": parameters.abstract(cfg)})
+        mismatch = checkpoint_tree.find_mismatch(saved.tree, wide, partial=True)
         if mismatch:
             raise ValueError(f"checkpoint {step} does not fit the run's {CONFIG}: {mismatch}")
         if restore.is_quantised(saved.tree):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsv32_jax import sharding
-from dsv32_jax.config import ModelConfig
+from dsv32_jax.config import Dtype, ModelConfig
 from dsv32_jax.gate import RouterBias
 from dsv32_jax.model import DeepSeekV32, abstract_model
 
@@ -40,6 +40,8 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "mtp.eh_proj": ("embed", None),
 }
 STACKS = ("dense_layers.", "moe_layers.")
+# Weights that enter float32 products, by the last part of their names, whatever the model's dtype.
+FLOAT32_WEIGHTS = ("head", "gate.weight", "weights_proj", "norm.weight", "norm.bias")
 
 
 class Parameters(NamedTuple):
@@ -72,6 +74,19 @@ def logical_axes(name: str) -> tuple[str | None, ...]:
     else:
         axes = LOGICAL_AXES[last_two]
     return (None, *axes) if name.startswith(STACKS) else axes
+
+
+def product_dtype(name: str, cfg: ModelConfig) -> Dtype:
+    """Return the dtype a weight has in its products, which is enough to keep where it is not trained.
+
+    Args:
+        name: Dotted name.
+        cfg: The model.
+
+    Returns:
+        "float32", or the model's dtype.
+    """
+    return "float32" if name.endswith(FLOAT32_WEIGHTS) else cfg.dtype
 
 
 def is_indexer(name: str) -> bool:

@@ -5,6 +5,7 @@ that the model runs unchanged on one device. Axis types are Auto: layouts of par
 and XLA fills in the rest; attention and experts run under shard_map, where every collective is written down.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -77,6 +78,30 @@ class MeshConfig:
         return getattr(self, f"{kind}_{axis}")
 
 
+def parse_mesh(text: str) -> MeshConfig:
+    """Read a mesh off a command line.
+
+    Args:
+        text: Sizes of axes within a slice, such as "tensor=4,expert=2"; what is not named is 1, and at most one may be
+            -1 for the devices that are left.
+
+    Returns:
+        The mesh.
+
+    Raises:
+        ValueError: If an axis is unknown or named twice, or a size is no whole number in range.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in AXES or axis in sizes or not size.lstrip("-").isdecimal():
+            raise ValueError(
+                f"mesh {text!r}: {part!r} must be AXIS=SIZE, once each of {', '.join(AXES)}"
+            )
+        sizes[axis] = int(size)
+    return MeshConfig(**{"ici_fsdp": 1} | {f"ici_{axis}": size for axis, size in sizes.items()})
+
+
 def _fill(sizes: list[int], total: int, kind: str) -> list[int]:
     """Replace a -1 by what is left of total; the product must come out as total."""
     known = math.prod(size for size in sizes if size != -1)
@@ -116,6 +141,11 @@ def make_mesh(cfg: MeshConfig, devices: list[Any] | None = None) -> Mesh:
         return Mesh(grid, AXES, axis_types=types)
     shape = tuple(np.multiply(ici, dcn).tolist())
     return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+
+
+def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """Set the context's mesh in a `with` block; None leaves it as it is."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def axis_size(*axes: str) -> int:

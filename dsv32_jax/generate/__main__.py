@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dsv32_jax import command_line, load_model, tokenizer
+from dsv32_jax import command_line, errors, load_model, sharding, tokenizer
 from dsv32_jax.cache import CacheConfig, CacheDtype
 from dsv32_jax.config import Dtype
 from dsv32_jax.generate import chat
@@ -52,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with command_line.wrong_usage():
             words = load_model.load_tokenizer_of(args.checkpoint, args.tokenizer)
             talk = _conversation(args, words)
-        model = load_model.load_model(args.checkpoint, args.dtype)
-        engine = Engine(model, _engine_config(args), eos_id=words.eos_id)
+        wanted = max(args.samples, 1)
+        cfg = engine_config(args, slots=min(args.slots, wanted), max_waiting=wanted)
+        engine = load_engine(args, cfg, words)
         if talk is None:
             _continue_text(engine, words, params, args)
         elif args.chat:
@@ -139,6 +140,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="tokens that the cache holds for all texts together (default: as many as all slots may need)",
     )
+    parser.add_argument(
+        "--mesh",
+        metavar="AXIS=SIZE,...",
+        help="spread model and cache over devices, such as tensor=4,expert=2 (default: the first device)",
+    )
     parser.add_argument("--slots", type=int, default=8, help="texts drawn at once (8)")
     parser.add_argument(
         "--prefill-chunk", type=int, default=256, help="tokens of a prompt run at once (256)"
@@ -181,9 +187,28 @@ def engine_config(args: argparse.Namespace, *, slots: int, max_waiting: int) -> 
     )
 
 
-def _engine_config(args: argparse.Namespace) -> EngineConfig:
-    wanted = max(args.samples, 1)
-    return engine_config(args, slots=min(args.slots, wanted), max_waiting=wanted)
+def load_engine(args: argparse.Namespace, cfg: EngineConfig, words: tokenizer.Tokenizer) -> Engine:
+    """Load the model that the options of `add_engine_options` name, onto the mesh that they name.
+
+    Args:
+        args: Parsed options, with `checkpoint`.
+        cfg: How to run it.
+        words: Its tokenizer.
+
+    Returns:
+        The engine.
+
+    Raises:
+        ValueError: If the mesh does not fit the devices or the batch, or the tokenizer has more tokens than the model.
+    """
+    mesh = None if args.mesh is None else sharding.make_mesh(sharding.parse_mesh(args.mesh))
+    logger.info("loading %s", args.checkpoint)
+    model = load_model.load_model(args.checkpoint, args.dtype, mesh=mesh, narrow=True)
+    if words.vocab_size > model.cfg.vocab_size:
+        raise errors.UsageError(
+            f"the tokenizer has {words.vocab_size} tokens, the model {model.cfg.vocab_size}"
+        )
+    return Engine(model, cfg, eos_id=words.eos_id, mesh=mesh)
 
 
 def _params(args: argparse.Namespace) -> SamplingParams:

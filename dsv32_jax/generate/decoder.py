@@ -14,9 +14,6 @@ from dsv32_jax.mla import AttentionMode
 from dsv32_jax.model import FLOAT32_PRODUCTS, DeepSeekV32
 from dsv32_jax.mtp import MTP
 
-# Weights that enter float32 products, by the last part of their names, whatever the model's dtype.
-FLOAT32_WEIGHTS = ("head", "gate.weight", "weights_proj", "norm.weight", "norm.bias")
-
 Cache = tuple[LayerCache, ...]
 
 
@@ -52,7 +49,7 @@ def from_model(model: DeepSeekV32) -> Decoder:
     cfg = model.cfg
     arrays = parameters.flatten(model)
     weights = {
-        name: value if name.endswith(FLOAT32_WEIGHTS) else value.astype(cfg.dtype)
+        name: value.astype(parameters.product_dtype(name, cfg))
         for name, value in arrays.weights.items()
     }
     model = parameters.assemble(cfg, arrays._replace(weights=weights))

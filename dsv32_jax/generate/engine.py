@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dsv32_jax import cache as caches
 from dsv32_jax import sharding
@@ -40,32 +42,41 @@ class Engine:
     alone, and every step has one shape. (`reuse_prefixes` changes which step computes a row, and so its rounding.)
     """
 
-    def __init__(self, model: DeepSeekV32, cfg: EngineConfig, *, eos_id: int | None = None):
+    def __init__(
+        self,
+        model: DeepSeekV32,
+        cfg: EngineConfig,
+        *,
+        eos_id: int | None = None,
+        mesh: Mesh | None = None,
+    ):
         """Lay out the cache; steps are compiled when first needed, one per power of two of context.
 
         Args:
             model: The model.
             cfg: How to run it.
             eos_id: The id that ends a text, if there is one.
+            mesh: Where the model lies; None is the context's mesh, or the one device.
 
         Raises:
             ValueError: If `speculative` is asked of a model without MTP, or a mesh does not divide the batch.
         """
         if cfg.speculative and model.mtp is None:
             raise ValueError("speculative=True needs a model with an MTP module")
-        shards = sharding.axis_size(*sharding.BATCH_AXES)
-        require(
-            shards == 1 or cfg.n_slots % shards == 0,
-            f"n_slots={cfg.n_slots} must be a multiple of {shards}",
-        )
         self.cfg, self.stats, self.vocab_size = cfg, Stats(), model.cfg.vocab_size
-        self._eos_id = eos_id
+        self._eos_id, self._mesh = eos_id, mesh
         self._static = steps.Static(model.cfg, cfg.cache.page_size, cfg.mode, cfg.keep_sets)
-        self._decoder = decoders.from_model(model)
-        self._cache = caches.make_cache(model.cfg, cfg.cache, mtp=cfg.speculative)
-        self._draft = (
-            steps.empty_draft(cfg.n_slots, model.cfg.vocab_size) if cfg.speculative else None
-        )
+        with sharding.on_mesh(mesh):
+            shards = sharding.axis_size(*sharding.BATCH_AXES)
+            require(
+                cfg.n_slots % shards == 0,
+                f"n_slots={cfg.n_slots} must be a multiple of the mesh's {shards} batch shards",
+            )
+            self._decoder = decoders.from_model(model)
+            self._cache = caches.make_cache(model.cfg, cfg.cache, mtp=cfg.speculative)
+            self._draft = (
+                steps.empty_draft(cfg.n_slots, self.vocab_size) if cfg.speculative else None
+            )
         self._pool = PagePool(cfg.cache.n_pages, cfg.cache.page_size, lookahead=cfg.speculative)
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: dict[int, Request] = {}  # by number, in order of admission
@@ -87,11 +98,6 @@ class Engine:
     def n_running(self) -> int:
         """Requests with a slot."""
         return len(self._running)
-
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """What a token occupies in the cache."""
-        return caches.bytes_per_token(self._cache)
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Queue a request.
@@ -138,8 +144,9 @@ class Engine:
         """
         events = self._drop_cancelled()
         self._admit()
-        events += self._prefill()
-        events += self._decode()
+        with sharding.on_mesh(self._mesh):
+            events += self._prefill()
+            events += self._decode()
         return events
 
     def run(self) -> Iterator[Event]:
@@ -150,6 +157,37 @@ class Engine:
         """
         while self.has_work:
             yield from self.step()
+
+    def warm_up(self) -> None:
+        """Compile every step that requests may need, so that none of them waits for it; with no request running."""
+        assert not self.has_work, "steps are compiled ahead while no request runs"
+        widest = -(-self.cfg.max_len // self._pool.page_size)
+        width = self._table([]).shape[1]
+        with sharding.on_mesh(self._mesh):
+            self._run_idle(width)
+            while width < widest:
+                width *= 2
+                self._run_idle(width)
+
+    def _run_idle(self, width: int) -> None:
+        """Run each step once for tables of a width and no sequence; nothing is written."""
+        n_slots, size = self.cfg.n_slots, self.cfg.prefill_chunk
+        table, knobs = np.zeros((n_slots, width), np.int32), self._knobs([None] * n_slots)
+        nothing, one = np.full((1, size), -1, np.int32), jax.tree.map(lambda x: x[:1], knobs)
+        self._cache, self._draft, _ = self._compiled("prefill", table[:1])(
+            self._static, self._decoder, self._cache, self._draft, np.int32(0), 0 * nothing,
+            0 * nothing, nothing, table[:1], one, np.bool_(False),
+        )  # fmt: skip
+        idle = np.full(n_slots, -1, np.int32)
+        if self._draft is None:
+            self._cache, _ = self._compiled("decode", table)(
+                self._static, self._decoder, self._cache, 0 * idle, idle, table, knobs
+            )
+            return
+        self._cache, self._draft, _ = self._compiled("speculate", table)(
+            self._static, self._decoder, self._cache, self._draft, 0 * idle, idle, idle > 0,
+            table, knobs,
+        )  # fmt: skip
 
     def _drop_cancelled(self) -> list[Event]:
         events: list[Event] = []
@@ -340,7 +378,7 @@ class Engine:
     def _table(self, by_row: Sequence[Request | None]) -> np.ndarray:
         """Return the page tables, as wide as the next power of two, which is what a step is compiled for."""
         shortest = MIN_TABLE * self._static.cfg.indexer.topk // self._pool.page_size
-        widest = max(shortest, 1, *(len(s.pages) for s in by_row if s))
+        widest = max([shortest, 1, *(len(s.pages) for s in by_row if s)])
         table = np.zeros((len(by_row), 1 << (widest - 1).bit_length()), np.int32)
         for row, sequence in enumerate(by_row):
             if sequence is not None:
@@ -358,23 +396,15 @@ class Engine:
         )
 
     def _experts_of(self, sequence: Request) -> np.ndarray | None:
-        """Read the experts of a sequence's tokens out of its pages."""
-        if not self.cfg.cache.keep_experts:
-            return None
-        size, n_main = self._pool.page_size, self._static.cfg.n_layers
-        kept = [layer.experts for layer in self._cache[:n_main] if layer.experts is not None]
-        if not kept:
-            return None
-        n_active = self._static.cfg.moe.n_active
-        experts = np.full((len(kept), len(sequence.tokens), n_active), -1, np.int32)
-        place = np.arange(sequence.n_cached)
-        if place.size:
-            # Padded to a power of two, so that few lengths compile.
-            place = np.pad(place, (0, (1 << (place.size - 1).bit_length()) - place.size))
-            rows = np.asarray(sequence.pages, np.int32)[place // size] * size + place % size
-            read = np.stack([np.asarray(jnp.take(x, rows, axis=0)) for x in kept])
-            experts[:, : sequence.n_cached] = read[:, : sequence.n_cached]
-        return experts
+        """Return the experts of a sequence's tokens, -1 for those that no step has run."""
+        main = self._cache[: self._static.cfg.n_layers]
+        read = caches.read_experts(main, sequence.pages, sequence.n_cached, self._pool.page_size)
+        n_missing = len(sequence.tokens) - sequence.n_cached
+        return (
+            None
+            if read is None
+            else np.pad(read, ((0, 0), (0, n_missing), (0, 0)), constant_values=-1)
+        )
 
 
 def _unpack(bits: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from dsv32_jax import config, errors, load_model, parameters
+from dsv32_jax import config, errors, load_model, parameters, sharding
 from train import checkpoint, overrides, state
 
 CFG = dataclasses.replace(config.tiny(), n_layers=2, dtype="bfloat16")
@@ -78,6 +78,27 @@ def test_the_folder_may_be_the_working_directory(run, monkeypatch):
 def test_the_dtype_is_the_callers_and_the_rest_of_the_config_the_runs(run):
     assert load_model.load_model(run).cfg == dataclasses.replace(CFG, dtype="float32")
     assert load_model.load_model(run, "bfloat16").cfg == CFG
+
+
+def test_for_running_only_weights_are_kept_as_their_products_have_them(run):
+    narrow = load_model.load_model(run, "bfloat16", narrow=True)
+    wide = load_model.load_model(run, "bfloat16")
+    for have, full in zip(parameters.flatten(narrow), parameters.flatten(wide), strict=True):
+        for name, value in full.items():
+            kept = have[name]
+            float32 = name.split(".")[-2:][0] in ("gate",) or "norm" in name or name == "head"
+            float32 |= name.endswith("weights_proj")
+            assert kept.dtype == (jnp.float32 if float32 else jnp.bfloat16), name
+            np.testing.assert_array_equal(kept, value.astype(kept.dtype), err_msg=name)
+
+
+def test_on_a_mesh_every_parameter_lies_where_the_table_says(run):
+    mesh = sharding.make_mesh(sharding.MeshConfig())
+    model = load_model.load_model(run, mesh=mesh)
+    assert_is_step(model, 10)
+    places = parameters.shardings(model.cfg, mesh)
+    found = jax.tree.map(lambda x: x.sharding, parameters.flatten(model))
+    assert found == places
 
 
 def test_steps_are_compared_as_numbers_and_damaged_ones_passed_over(run, caplog):

@@ -148,3 +148,18 @@ def test_without_a_mesh_nothing_is_constrained_or_mapped():
     assert sharding.axis_size("data", "tensor") == 1
     assert sharding.constrain(x, "batch") is x
     assert sharding.shard_map(np.sum, None, None) is np.sum
+
+
+def test_a_mesh_is_read_off_a_command_line():
+    assert sharding.parse_mesh("tensor=4, expert=2") == MeshConfig(
+        ici_fsdp=1, ici_tensor=4, ici_expert=2
+    )
+    assert sharding.parse_mesh("data=-1").ici_data == -1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tensor", "tensor=", "tensor=x", "heads=2", "tensor=2,tensor=2", "tensor=0"]
+)
+def test_a_mesh_that_cannot_be_read_is_refused(text):
+    with pytest.raises(ValueError, match=r"mesh|ici_tensor=0"):
+        sharding.parse_mesh(text)

@@ -201,6 +201,21 @@ def test_a_prompt_that_cannot_be_run_is_refused(model, prompt, words):
         make(model).submit(prompt, SamplingParams())
 
 
+@pytest.mark.parametrize("speculative", [False, True])
+def test_a_warmed_up_engine_compiles_nothing_more_and_draws_the_same(
+    model, requests, alone, caplog, speculative
+):
+    engine = make(model, speculative=speculative)
+    with caplog.at_level("INFO"):
+        engine.warm_up()
+        n_compiled = len(caplog.records)
+        found = complete(engine, requests)
+    assert len(caplog.records) == n_compiled > 0
+    assert engine._pool.n_available == CACHE.n_pages
+    if not speculative:
+        assert [t for t, _, _ in found] == [t for t, _, _ in alone]
+
+
 def test_the_queue_is_bounded(model):
     engine = make(model, max_waiting=2)
     for _ in range(2):

@@ -40,6 +40,11 @@ def test_a_text_is_continued_repeatably_and_the_figures_go_to_stderr(run):
     assert "12 tokens drawn, 10 of prompts run" in first.err
 
 
+def test_a_mesh_draws_the_same(run):
+    plain = run("--prompt", "import os", "--max-tokens", 6).out
+    assert run("--prompt", "import os", "--max-tokens", 6, "--mesh", "tensor=1").out == plain
+
+
 def test_samples_have_seeds_of_their_own_and_equal_those_drawn_alone(run):
     alone = [run("--prompt", "x", "--max-tokens", 6, "--seed", s).out for s in (5, 6)]
     both = run("--prompt", "x", "--max-tokens", 6, "--seed", 5, "--samples", 2).out
@@ -79,6 +84,11 @@ def test_a_conversation_goes_on_line_by_line(run, monkeypatch):
         (["--chat", "--samples", 2], "--samples works with --prompt"),
         (["--prompt", "x", "--speculative"], "speculative=True needs a model with an MTP module"),
         (["--prompt", "x", "--tokenizer", "nowhere"], "tokenizer='nowhere'"),
+        (
+            ["--prompt", "x", "--mesh", "tensor=3"],
+            "(data=1, fsdp=1, expert=1, tensor=3, context=1)",
+        ),
+        (["--prompt", "x", "--mesh", "heads=1"], "'heads=1' must be AXIS=SIZE"),
         (["--prompt", "x", "--cache-tokens", 10, "--max-len", 65], "fewer than max_len=65"),
         (["--prompt", "x" * 64], "max_len=64 leaves no room"),
     ],
