@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +129,30 @@ def load_tokenizer_of(path: Path, override: str | None = None) -> Tokenizer:
         if isinstance(named, str):
             return load_tokenizer(named)
     raise FileNotFoundError(f"{path} has no {TOKENIZER_FILE} and names none; give --tokenizer")
+
+
+def saved_dtype(path: Path) -> Dtype:
+    """Return the dtype that a checkpoint's model is meant to run in.
+
+    Args:
+        path: As for `load_model`.
+
+    Returns:
+        A run's own; of official weights, converted or not, what their config.json names, else "bfloat16".
+
+    Raises:
+        ValueError: If a config cannot be read.
+    """
+    run, official = folders_beside(path)
+    for folder in (official, run):
+        raw = _read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+        if "model_type" in raw:
+            named = raw.get("torch_dtype", raw.get("dtype"))
+            return "float32" if named == "float32" else "bfloat16"
+        model = raw.get("model")
+        if isinstance(model, dict) and model.get("dtype") in get_args(Dtype):
+            return model["dtype"]
+    return "bfloat16"
 
 
 def folders_beside(path: Path) -> tuple[Path, Path]:

@@ -123,8 +123,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=typing.get_args(Dtype),
-        default="bfloat16",
-        help="of activations and matrix products (bfloat16)",
+        help="of activations and matrix products (default: the one the checkpoint names)",
     )
     parser.add_argument(
         "--max-len", type=int, default=4096, help="longest text, prompt included (4096)"
@@ -203,7 +202,8 @@ def load_engine(args: argparse.Namespace, cfg: EngineConfig, words: tokenizer.To
     """
     mesh = None if args.mesh is None else sharding.make_mesh(sharding.parse_mesh(args.mesh))
     logger.info("loading %s", args.checkpoint)
-    model = load_model.load_model(args.checkpoint, args.dtype, mesh=mesh, narrow=True)
+    dtype = args.dtype or load_model.saved_dtype(args.checkpoint)
+    model = load_model.load_model(args.checkpoint, dtype, mesh=mesh, narrow=True)
     if words.vocab_size > model.cfg.vocab_size:
         raise errors.UsageError(
             f"the tokenizer has {words.vocab_size} tokens, the model {model.cfg.vocab_size}"

@@ -203,6 +203,20 @@ def test_checkpoints_without_their_runs_config_are_refused(run):
         load_model.load_model(run / "checkpoints")
 
 
+@pytest.mark.parametrize("inside", [".", "checkpoints", "checkpoints/10"])
+def test_the_dtype_to_run_in_is_a_runs_own_or_the_official_configs(run, inside):
+    assert load_model.saved_dtype(run / inside) == "bfloat16"
+    change_config(run, dtype="float32")
+    assert load_model.saved_dtype(run / inside) == "float32"
+    (run / "official").mkdir()
+    for key, value, expected in (
+        ("torch_dtype", "bfloat16", "bfloat16"), ("dtype", "float32", "float32"), ("x", 1, "bfloat16"),
+    ):  # fmt: skip
+        raw = {"model_type": "deepseek_v32", key: value}
+        (run / "official" / "config.json").write_text(json.dumps(raw))
+        assert load_model.saved_dtype(run / inside) == expected
+
+
 def write_tokenizer(folder, *words):
     """Save a tokenizer of a few words."""
     vocab = {word: i for i, word in enumerate(("<s>", "</s>", *words))}
