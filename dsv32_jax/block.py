@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from dsv32_jax import cache, layers, sharding
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.gate import Routing
-from dsv32_jax.mla import MLA, AttentionMode, Probe
+from dsv32_jax.mla import MLA, AttentionMode, DecodeMode, Probe
 from dsv32_jax.moe import MoE
 from dsv32_jax.segments import Segments
 
@@ -97,7 +97,7 @@ class Block(nnx.Module):
         layer: cache.LayerCache,
         view: cache.View,
         *,
-        mode: AttentionMode,
+        mode: DecodeMode,
     ) -> tuple[Float[Array, "B T D"], cache.LayerCache]:
         """Apply the layer to new tokens of cached sequences.
 

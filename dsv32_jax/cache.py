@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -140,11 +139,6 @@ def make_cache(cfg: ModelConfig, cache: CacheConfig, *, mtp: bool) -> tuple[Laye
     return (*main, make_layer(cfg, cache, moe=True)) if mtp else tuple(main)
 
 
-def bytes_per_token(layers: tuple[LayerCache, ...]) -> int:
-    """Return what a token occupies in all layers together."""
-    return sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(layers))
-
-
 def write(
     layer: LayerCache,
     rows_BT: Int[Array, "B T"],
@@ -164,12 +158,9 @@ def write(
     Returns:
         The layer with the rows replaced.
     """
-    # A negative row would count from the end, so padding goes past it, where writes are dropped.
-    rows_N = jnp.where(rows_BT < 0, layer.latent.shape[0], rows_BT).reshape(-1)
 
     def put(array: Array, values: Array) -> Array:
-        flat = values.reshape(rows_N.shape[0], -1).astype(array.dtype)
-        return array.at[rows_N].set(flat, mode="drop")
+        return _put(array, rows_BT, values)
 
     layer = layer._replace(rope=put(layer.rope, rope_BTR))
     if layer.latent_scale is None or layer.index_scale is None:
@@ -201,9 +192,14 @@ def write_experts(
     """
     if layer.experts is None:
         return layer
-    rows_N = jnp.where(rows_BT < 0, layer.experts.shape[0], rows_BT).reshape(-1)
-    flat = experts_BTA.reshape(rows_N.shape[0], -1).astype(layer.experts.dtype)
-    return layer._replace(experts=layer.experts.at[rows_N].set(flat, mode="drop"))
+    return layer._replace(experts=_put(layer.experts, rows_BT, experts_BTA))
+
+
+def _put(array: Array, rows_BT: Array, values: Array) -> Array:
+    # A negative row would count from the end, so padding goes past it, where writes are dropped.
+    rows_N = jnp.where(rows_BT < 0, array.shape[0], rows_BT).reshape(-1)
+    flat = values.reshape(rows_N.shape[0], -1).astype(array.dtype)
+    return array.at[rows_N].set(flat, mode="drop")
 
 
 def read_experts(

@@ -15,6 +15,9 @@ from dsv32_jax.segments import Segments
 from pallas_kernels.fp8 import op as fp8
 
 AttentionMode = Literal["dense", "sparse", "window"]
+DecodeMode = Literal[
+    "dense", "sparse"
+]  # of cached sequences; the window is a control in training only
 MAX_DECODE_TOKENS = (
     8  # new tokens a sequence up to which only the selected rows of its cache are read
 )
@@ -139,13 +142,13 @@ class MLA(nnx.Module):
         layer: cache.LayerCache,
         view: cache.View,
         *,
-        mode: AttentionMode,
+        mode: DecodeMode,
     ) -> tuple[Float[Array, "B T D"], cache.LayerCache]:
         """Attend to the cached tokens of each sequence and to the new ones, which are added to the cache.
 
         Equal to `__call__` on the whole sequence, to rounding. A few tokens a sequence read only the selected rows, in
-        absorbed form; a longer piece of a prompt runs as masked attention in MHA form while its sequence has at most
-        `masked_max_len` tokens.
+        absorbed form; a longer piece of a prompt runs as masked attention in MHA form while its page table spans at
+        most `masked_max_len` rows.
 
         Args:
             x_BTD: Layer input after its norm.
@@ -175,7 +178,7 @@ class MLA(nnx.Module):
         index: IndexerTensors,
         layer: cache.LayerCache,
         view: cache.View,
-        mode: AttentionMode,
+        mode: DecodeMode,
     ) -> Array:
         """Read the selected rows only, in absorbed MQA form."""
         q, _ = self.absorb(parts)
@@ -224,7 +227,7 @@ class MLA(nnx.Module):
         index: IndexerTensors,
         layer: cache.LayerCache,
         view: cache.View,
-        mode: AttentionMode,
+        mode: DecodeMode,
     ) -> Array:
         """Expand every key of the sequence and mask, in MHA form."""
         latent, k_rope = cache.read_latents(layer, view, parts.q_nope.dtype)

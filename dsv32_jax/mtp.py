@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from dsv32_jax import cache, layers, segments
 from dsv32_jax.block import Block, LayerStats
 from dsv32_jax.config import ModelConfig
-from dsv32_jax.mla import AttentionMode, Probe
+from dsv32_jax.mla import AttentionMode, DecodeMode, Probe
 
 
 class MTP(nnx.Module):
@@ -71,7 +71,7 @@ class MTP(nnx.Module):
         layer: cache.LayerCache,
         view: cache.View,
         *,
-        mode: AttentionMode,
+        mode: DecodeMode,
     ) -> tuple[Float[Array, "B T D"], cache.LayerCache]:
         """Return the states of new tokens of cached sequences.
 

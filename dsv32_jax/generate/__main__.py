@@ -5,16 +5,13 @@ import dataclasses
 import logging
 import sys
 import time
-import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dsv32_jax import command_line, errors, load_model, sharding, tokenizer
-from dsv32_jax.cache import CacheConfig, CacheDtype
-from dsv32_jax.config import Dtype
-from dsv32_jax.generate import chat
+from dsv32_jax import command_line, load_model, tokenizer
+from dsv32_jax.generate import chat, options
 from dsv32_jax.generate.engine import Engine
-from dsv32_jax.generate.protocol import EngineConfig, FinishEvent, TokenEvent
+from dsv32_jax.generate.protocol import FinishEvent
 from dsv32_jax.generate.sampling import SamplingParams
 from dsv32_jax.generate.text import TextStream
 
@@ -30,7 +27,6 @@ python -m dsv32_jax.generate DeepSeek-V3.2 --messages conversation.json --thinki
 python -m dsv32_jax.generate DeepSeek-V3.2 --chat --temperature 1.0 --top-p 0.95
 echo 'def main():' | python -m dsv32_jax.generate runs/sparse --prompt - --temperature 0 --speculative
 """
-PAGE_SIZE = 64
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,11 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         with command_line.wrong_usage():
             words = load_model.load_tokenizer_of(args.checkpoint, args.tokenizer)
             talk = _conversation(args, words)
-        wanted = max(args.samples, 1)
-        cfg = engine_config(args, slots=min(args.slots, wanted), max_waiting=wanted)
-        engine = load_engine(args, cfg, words)
+            prompt = _prompt(args, words, talk)
+        slots = min(args.slots, args.samples)
+        cfg = options.engine_config(args, slots=slots, max_waiting=args.samples)
+        engine = options.load_engine(args, cfg, words)
+        boundary.started = True
         if talk is None:
-            _continue_text(engine, words, params, args)
+            _continue_text(engine, words, prompt, params, args)
         elif args.chat:
             chat.converse(engine, talk, params)
         else:
@@ -106,109 +104,8 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         help="continuations of --prompt, each with its own seed (1)",
     )
-    add_engine_options(parser)
+    options.add_engine_options(parser)
     return parser
-
-
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how a model is loaded and run.
-
-    Args:
-        parser: The command's parser.
-    """
-    parser.add_argument(
-        "--tokenizer",
-        help='"bytes", or a tokenizer.json or its folder (default: the one the checkpoint names or holds)',
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=typing.get_args(Dtype),
-        help="of activations and matrix products (default: the one the checkpoint names)",
-    )
-    parser.add_argument(
-        "--max-len", type=int, default=4096, help="longest text, prompt included (4096)"
-    )
-    parser.add_argument(
-        "--cache-dtype",
-        choices=typing.get_args(CacheDtype),
-        default="model",
-        help='of the cache: "model" is --dtype; "fp8" the 656 + 132 byte records (model)',
-    )
-    parser.add_argument(
-        "--cache-tokens",
-        type=int,
-        help="tokens that the cache holds for all texts together (default: as many as all slots may need)",
-    )
-    parser.add_argument(
-        "--mesh",
-        metavar="AXIS=SIZE,...",
-        help="spread model and cache over devices, such as tensor=4,expert=2 (default: the first device)",
-    )
-    parser.add_argument("--slots", type=int, default=8, help="texts drawn at once (8)")
-    parser.add_argument(
-        "--prefill-chunk", type=int, default=256, help="tokens of a prompt run at once (256)"
-    )
-    parser.add_argument(
-        "--speculative", action="store_true", help="let the MTP module draft tokens"
-    )
-    parser.add_argument(
-        "--dense",
-        action="store_true",
-        help="attend to every earlier token, as before the sparse stage",
-    )
-
-
-def engine_config(args: argparse.Namespace, *, slots: int, max_waiting: int) -> EngineConfig:
-    """Read the options of `add_engine_options`.
-
-    Args:
-        args: Parsed options.
-        slots: Texts drawn at once.
-        max_waiting: Requests that may wait.
-
-    Returns:
-        The config.
-
-    Raises:
-        ValueError: If an option is out of range.
-    """
-    per_slot = -(-(args.max_len + 1) // PAGE_SIZE)
-    tokens = args.cache_tokens
-    n_pages = slots * per_slot if tokens is None else -(-tokens // PAGE_SIZE)
-    return EngineConfig(
-        n_slots=slots,
-        max_len=args.max_len,
-        prefill_chunk=args.prefill_chunk,
-        max_waiting=max_waiting,
-        cache=CacheConfig(n_pages=max(n_pages, 1), page_size=PAGE_SIZE, dtype=args.cache_dtype),
-        mode="dense" if args.dense else "sparse",
-        speculative=args.speculative,
-    )
-
-
-def load_engine(args: argparse.Namespace, cfg: EngineConfig, words: tokenizer.Tokenizer) -> Engine:
-    """Load the model that the options of `add_engine_options` name, onto the mesh that they name.
-
-    Args:
-        args: Parsed options, with `checkpoint`.
-        cfg: How to run it.
-        words: Its tokenizer.
-
-    Returns:
-        The engine.
-
-    Raises:
-        ValueError: If the mesh does not fit the devices or the batch, or the tokenizer has more tokens than the model.
-    """
-    mesh = None if args.mesh is None else sharding.make_mesh(sharding.parse_mesh(args.mesh))
-    logger.info("loading %s", args.checkpoint)
-    dtype = args.dtype or load_model.saved_dtype(args.checkpoint)
-    model = load_model.load_model(args.checkpoint, dtype, mesh=mesh, narrow=True)
-    if words.vocab_size > model.cfg.vocab_size:
-        raise errors.UsageError(
-            f"the tokenizer has {words.vocab_size} tokens, the model {model.cfg.vocab_size}"
-        )
-    return Engine(model, cfg, eos_id=words.eos_id, mesh=mesh)
 
 
 def _params(args: argparse.Namespace) -> SamplingParams:
@@ -216,7 +113,9 @@ def _params(args: argparse.Namespace) -> SamplingParams:
         raise ValueError(f"--samples {args.samples} must be at least 1")
     if args.samples > 1 and args.prompt is None:
         raise ValueError("--samples works with --prompt")
-    return SamplingParams(
+    if "" in args.stop:
+        raise ValueError("--stop '' would end every text before its first character")
+    params = SamplingParams(
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
@@ -224,6 +123,10 @@ def _params(args: argparse.Namespace) -> SamplingParams:
         max_tokens=args.max_tokens,
         ignore_eos=args.ignore_eos,
     )
+    dataclasses.replace(
+        params, seed=args.seed + args.samples - 1
+    )  # the last sample's seed counts too
+    return params
 
 
 def _conversation(args: argparse.Namespace, words: tokenizer.Tokenizer) -> chat.Conversation | None:
@@ -241,83 +144,94 @@ def _conversation(args: argparse.Namespace, words: tokenizer.Tokenizer) -> chat.
         messages = [] if args.system is None else [{"role": "system", "content": args.system}]
     block = chat.tools_block_of(args.checkpoint, args.tools_block)
     mode = "thinking" if args.thinking else "chat"
-    return chat.Conversation(messages, words, mode, tools_block=block, stop=tuple(args.stop))
+    return chat.Conversation(
+        messages,
+        words,
+        mode,
+        tools_block=block,
+        response_format_block=chat.response_format_block_of(args.checkpoint),
+        stop=tuple(args.stop),
+    )
+
+
+def _prompt(
+    args: argparse.Namespace, words: tokenizer.Tokenizer, talk: chat.Conversation | None
+) -> list[int]:
+    """Return the text to go on with, as far as it is known before the model is loaded."""
+    if args.chat:
+        return []
+    if talk is not None:
+        prompt = talk.encode()
+    else:
+        ids = words.encode(sys.stdin.read() if args.prompt == "-" else args.prompt)
+        prompt = ids if words.bos_id is None else [words.bos_id, *ids]
+    if not prompt:
+        raise ValueError("the prompt is empty and the tokenizer has no token that opens a text")
+    if len(prompt) >= args.max_len:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens; --max-len {args.max_len} leaves no room for one more"
+        )
+    return prompt
 
 
 def _continue_text(
-    engine: Engine, words: tokenizer.Tokenizer, params: SamplingParams, args: argparse.Namespace
-) -> None:
-    """Continue a text, once or several times."""
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
-    ids = words.encode(text)
-    prompt = ids if words.bos_id is None else [words.bos_id, *ids]
-    if not prompt:
-        raise ValueError("the prompt is empty and the tokenizer has no token that opens a text")
-    if args.samples == 1:
-        for piece in stream_text(engine, words, prompt, params, tuple(args.stop)):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-        return
-    for i, continuation in enumerate(_samples(engine, words, prompt, params, args)):
-        sys.stdout.write(f"--- seed {params.seed + i}\n{continuation}\n")
-
-
-def _samples(
     engine: Engine,
     words: tokenizer.Tokenizer,
     prompt: list[int],
     params: SamplingParams,
     args: argparse.Namespace,
-) -> list[str]:
-    """Draw several continuations side by side."""
-    streams: dict[int, TextStream] = {}
-    texts: dict[int, str] = {}
-    for i in range(args.samples):
-        number = engine.submit(prompt, dataclasses.replace(params, seed=params.seed + i))
-        streams[number], texts[number] = TextStream(words, args.stop), ""
-    begun, done = time.monotonic(), 0
-    for event in engine.run():
-        stream = streams[event.request]
-        if isinstance(event, FinishEvent):
-            texts[event.request] += stream.finish()
-            done += 1
-            rate = engine.stats.drawn_tokens / (time.monotonic() - begun)
-            logger.info("%d of %d done, %.0f tokens/s", done, args.samples, rate)
-        elif not stream.stopped and event.token != words.eos_id:
-            texts[event.request] += stream.push(event.token)
-            if stream.stopped:
-                engine.cancel(event.request)
-    return list(texts.values())
+) -> None:
+    """Continue a text: one as it is drawn, several when all are done."""
+    seeds = [params.seed + i for i in range(args.samples)]
+    each = [dataclasses.replace(params, seed=seed) for seed in seeds]
+    texts = [""] * len(seeds)
+    for which, piece in stream_texts(engine, words, prompt, params=each, stop=args.stop):
+        texts[which] += piece
+        if args.samples == 1:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    if args.samples == 1:
+        sys.stdout.write("\n")
+        return
+    for seed, text in zip(seeds, texts, strict=True):
+        sys.stdout.write(f"--- seed {seed}\n{text}\n")
 
 
-def stream_text(
+def stream_texts(
     engine: Engine,
     words: tokenizer.Tokenizer,
     prompt: list[int],
-    params: SamplingParams,
-    stop: tuple[str, ...],
-) -> Iterator[str]:
-    """Run one request and yield its text as it comes.
+    *,
+    params: Sequence[SamplingParams],
+    stop: Sequence[str] = (),
+) -> Iterator[tuple[int, str]]:
+    """Continue a prompt side by side and yield the texts as they come.
 
     Args:
         engine: Idle.
         words: Decodes the tokens.
         prompt: Ids.
-        params: How tokens are drawn.
-        stop: Strings that end the text.
+        params: How each text is drawn.
+        stop: Strings that end a text.
 
     Yields:
-        Pieces of text; the end token has none.
+        (which text, a piece of it); the end token has none.
     """
-    stream = TextStream(words, stop)
-    request = engine.submit(prompt, params)
+    numbers = {engine.submit(prompt, one): i for i, one in enumerate(params)}
+    streams = [TextStream(words, stop) for _ in params]
+    begun, done = time.monotonic(), 0
     for event in engine.run():
-        if isinstance(event, TokenEvent) and event.token != words.eos_id and not stream.stopped:
-            yield stream.push(event.token)
+        which = numbers[event.request]
+        stream = streams[which]
+        if isinstance(event, FinishEvent):
+            yield which, stream.finish()
+            done += 1
+            rate = engine.stats.drawn_tokens / (time.monotonic() - begun)
+            logger.info("%d of %d done, %.0f tokens/s", done, len(params), rate)
+        elif not stream.stopped and event.token != words.eos_id:
+            yield which, stream.push(event.token)
             if stream.stopped:
-                engine.cancel(request)
-    yield stream.finish()
+                engine.cancel(event.request)
 
 
 def _report(engine: Engine) -> None:

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Conversation:
         tokenizer: Of the model.
         thinking_mode: "thinking" or "chat".
         tools_block: Text that describes tools to the model; None is this project's own wording.
+        response_format_block: Text that describes a response's format; None is this project's own wording.
         stop: Strings that end an answer.
     """
 
@@ -34,7 +35,23 @@ class Conversation:
     tokenizer: Tokenizer
     thinking_mode: str
     tools_block: str | None = None
+    response_format_block: str | None = None
     stop: tuple[str, ...] = ()
+
+    def encode(self) -> list[int]:
+        """Return the tokens that the model goes on from.
+
+        Raises:
+            EncodingError: If the messages have no text in the official format.
+        """
+        encoded = encoding.encode_to_tokens(
+            self.messages,
+            self.tokenizer,
+            thinking_mode=self.thinking_mode,
+            tools_block=self.tools_block,
+            response_format_block=self.response_format_block,
+        )
+        return encoded.ids.tolist()
 
 
 def read_messages(path: Path) -> list[dict[str, Any]]:
@@ -127,19 +144,16 @@ def draw_answer(
     Raises:
         EncodingError: If the messages have no text in the official format.
     """
-    prompt = encoding.encode_to_tokens(
-        talk.messages,
-        talk.tokenizer,
-        thinking_mode=talk.thinking_mode,
-        tools_block=talk.tools_block,
-    )
+    # A tokenizer may end texts with another token than the message format does.
+    end = encoding.SpecialTokens.from_tokenizer(talk.tokenizer).eos
+    ends = {end, talk.tokenizer.eos_id}
     stream = TextStream(talk.tokenizer, talk.stop)
     parser = encoding.StreamingParser(talk.thinking_mode)
-    request = engine.submit(prompt.ids.tolist(), params)
+    request = engine.submit(talk.encode(), replace(params, stop_ids=(end,)))
     for event in engine.run():
         if not isinstance(event, TokenEvent) or stream.stopped:
             continue
-        if event.token == talk.tokenizer.eos_id:
+        if event.token in ends:
             yield from parser.feed(stream.finish() + markup.EOS)
             continue
         yield from parser.feed(stream.push(event.token))

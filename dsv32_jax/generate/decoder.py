@@ -10,7 +10,7 @@ from dsv32_jax import layers, parameters
 from dsv32_jax.block import Block
 from dsv32_jax.cache import LayerCache, View
 from dsv32_jax.config import ModelConfig
-from dsv32_jax.mla import AttentionMode
+from dsv32_jax.mla import DecodeMode
 from dsv32_jax.model import FLOAT32_PRODUCTS, DeepSeekV32
 from dsv32_jax.mtp import MTP
 
@@ -68,7 +68,7 @@ def extend(
     cache: Cache,
     tokens_BT: Int[Array, "B T"],
     view: View,
-    mode: AttentionMode,
+    mode: DecodeMode,
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Run new tokens of cached sequences through the main layers.
 
@@ -100,7 +100,7 @@ def extend_mtp(
     hidden_BTD: Float[Array, "B T D"],
     next_BT: Int[Array, "B T"],
     view: View,
-    mode: AttentionMode,
+    mode: DecodeMode,
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Run new tokens through the MTP module.
 

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from dsv32_jax import cache as caches
 from dsv32_jax import sharding
 from dsv32_jax.config import require
+from dsv32_jax.generate import batches, steps
 from dsv32_jax.generate import decoder as decoders
-from dsv32_jax.generate import steps
 from dsv32_jax.generate.pages import ROOT, PagePool
 from dsv32_jax.generate.protocol import (
     EngineConfig,
@@ -27,7 +26,7 @@ from dsv32_jax.generate.protocol import (
     TokenEvent,
 )
 from dsv32_jax.generate.request import Request
-from dsv32_jax.generate.sampling import Knobs, SamplingParams
+from dsv32_jax.generate.sampling import SamplingParams
 from dsv32_jax.model import DeepSeekV32
 
 logger = logging.getLogger(__name__)
@@ -38,8 +37,9 @@ MIN_TABLE = 4  # times the top-k: below that much context a step's cost hardly d
 class Engine:
     """Runs requests. Not thread-safe: one thread calls it.
 
-    The same request gives the same tokens whatever else is in the batch: its draws depend on its seed and positions
-    alone, and every step has one shape. (`reuse_prefixes` changes which step computes a row, and so its rounding.)
+    A request's draws depend on its seed and on positions alone, so it gives the same tokens whatever else is in the
+    batch, as far as the logits are the same: they are equal to rounding, as the page tables' width, lost pages and
+    reused prefixes change which step computes a row, and how.
     """
 
     def __init__(
@@ -88,11 +88,6 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would do something."""
         return bool(self._waiting or self._running)
-
-    @property
-    def n_waiting(self) -> int:
-        """Requests without a slot."""
-        return len(self._waiting)
 
     @property
     def n_running(self) -> int:
@@ -159,8 +154,13 @@ class Engine:
             yield from self.step()
 
     def warm_up(self) -> None:
-        """Compile every step that requests may need, so that none of them waits for it; with no request running."""
-        assert not self.has_work, "steps are compiled ahead while no request runs"
+        """Compile every step that requests may need, so that none of them waits for it.
+
+        Raises:
+            RuntimeError: A request is running or waiting.
+        """
+        if self.has_work:
+            raise RuntimeError("steps can only be compiled ahead while there is no request")
         widest = -(-self.cfg.max_len // self._pool.page_size)
         width = self._table([]).shape[1]
         with sharding.on_mesh(self._mesh):
@@ -172,7 +172,7 @@ class Engine:
     def _run_idle(self, width: int) -> None:
         """Run each step once for tables of a width and no sequence; nothing is written."""
         n_slots, size = self.cfg.n_slots, self.cfg.prefill_chunk
-        table, knobs = np.zeros((n_slots, width), np.int32), self._knobs([None] * n_slots)
+        table, knobs = np.zeros((n_slots, width), np.int32), batches.knobs([None] * n_slots)
         nothing, one = np.full((1, size), -1, np.int32), jax.tree.map(lambda x: x[:1], knobs)
         self._cache, self._draft, _ = self._compiled("prefill", table[:1])(
             self._static, self._decoder, self._cache, self._draft, np.int32(0), 0 * nothing,
@@ -237,7 +237,7 @@ class Engine:
         self._cache, self._draft, drawn = self._compiled("prefill", table)(
             self._static, self._decoder, self._cache, self._draft, np.int32(sequence.slot),
             padded[None, :-1], padded[None, 1:], np.where(position < last, position, -1)[None],
-            table, self._knobs([sequence]), np.bool_(draws),
+            table, batches.knobs([sequence]), np.bool_(draws),
         )  # fmt: skip
         self.stats.prompt_tokens += last - first
         sequence.n_cached = last
@@ -262,7 +262,7 @@ class Engine:
             by_slot[sequence.slot] = sequence
         token = np.asarray([s.tokens[-1] if s else 0 for s in by_slot], np.int32)
         position = np.asarray([len(s.tokens) - 1 if s else -1 for s in by_slot], np.int32)
-        table, knobs = self._table(by_slot), self._knobs(by_slot)
+        table, knobs = self._table(by_slot), batches.knobs(by_slot)
         if self._draft is None:
             self._cache, drawn = self._compiled("decode", table)(
                 self._static, self._decoder, self._cache, token, position, table, knobs
@@ -275,8 +275,6 @@ class Engine:
             )  # fmt: skip
             self.stats.drafts += int(uses.sum())
             self.stats.accepted += int((np.asarray(drawn.n)[uses] == 2).sum())
-        for sequence in batch:
-            sequence.n_cached = len(sequence.tokens)
         return self._collect(by_slot, drawn)
 
     def _compiled(self, step: str, table: np.ndarray) -> Callable[..., Any]:
@@ -308,7 +306,7 @@ class Engine:
                 sequence.tokens.append(int(token[row, i]))
                 # Of two tokens the first is the draft, whose rows the step has written.
                 sequence.n_cached = len(sequence.tokens) - 1
-                ids = None if kept is None else _unpack(kept[row, i], self.vocab_size)
+                ids = None if kept is None else batches.unpack_kept(kept[row, i], self.vocab_size)
                 events.append(
                     TokenEvent(sequence.number, int(token[row, i]), float(log_p[row, i]), ids)
                 )
@@ -332,7 +330,6 @@ class Engine:
         self._release(sequence)
         if sequence in self._waiting:
             self._waiting.remove(sequence)
-        self.stats.finished += 1
         return FinishEvent(sequence.number, reason, experts)
 
     def _release(self, sequence: Request) -> None:
@@ -378,22 +375,7 @@ class Engine:
     def _table(self, by_row: Sequence[Request | None]) -> np.ndarray:
         """Return the page tables, as wide as the next power of two, which is what a step is compiled for."""
         shortest = MIN_TABLE * self._static.cfg.indexer.topk // self._pool.page_size
-        widest = max([shortest, 1, *(len(s.pages) for s in by_row if s)])
-        table = np.zeros((len(by_row), 1 << (widest - 1).bit_length()), np.int32)
-        for row, sequence in enumerate(by_row):
-            if sequence is not None:
-                table[row, : len(sequence.pages)] = sequence.pages
-        return table
-
-    def _knobs(self, by_row: Sequence[Request | None]) -> Knobs:
-        idle = SamplingParams()
-        params = [s.params if s else idle for s in by_row]
-        return Knobs(
-            jnp.asarray([p.temperature for p in params], jnp.float32),
-            jnp.asarray([p.top_p for p in params], jnp.float32),
-            jnp.asarray([p.top_k for p in params], jnp.int32),
-            jnp.asarray([p.seed for p in params], jnp.uint32),
-        )
+        return batches.page_table(by_row, shortest=max(shortest, 1))
 
     def _experts_of(self, sequence: Request) -> np.ndarray | None:
         """Return the experts of a sequence's tokens, -1 for those that no step has run."""
@@ -405,7 +387,3 @@ class Engine:
             if read is None
             else np.pad(read, ((0, 0), (0, n_missing), (0, 0)), constant_values=-1)
         )
-
-
-def _unpack(bits: np.ndarray, vocab_size: int) -> np.ndarray:
-    return np.flatnonzero(np.unpackbits(bits, count=vocab_size)).astype(np.int32)

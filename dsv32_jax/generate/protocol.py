@@ -1,14 +1,14 @@
 """What an engine is told and what it reports."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Int, Integer
 
 from dsv32_jax.cache import CacheConfig
 from dsv32_jax.config import require
-from dsv32_jax.mla import AttentionMode
+from dsv32_jax.mla import DecodeMode
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -34,7 +34,7 @@ class EngineConfig:
     prefill_chunk: int = 256
     max_waiting: int = 256
     cache: CacheConfig = CacheConfig()
-    mode: AttentionMode = "sparse"
+    mode: DecodeMode = "sparse"
     speculative: bool = False
     reuse_prefixes: bool = True
     keep_sets: bool = False
@@ -44,7 +44,7 @@ class EngineConfig:
         for name in ("n_slots", "prefill_chunk", "max_waiting"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         require(self.max_len >= 2, f"max_len={self.max_len} must be at least 2")
-        require(self.mode != "window", "mode='window' is a training control; use sparse or dense")
+        require(self.mode in get_args(DecodeMode), f"mode={self.mode!r} must be sparse or dense")
         n_rows = self.cache.n_pages * self.cache.page_size
         require(
             n_rows >= self.max_len,
@@ -79,8 +79,8 @@ class FinishEvent(NamedTuple):
     Attributes:
         request: Its number.
         reason: "stop" after an end token, "length" at a limit, "cancelled".
-        experts: [L, T, A] experts of every token of the prompt and the text in each expert layer, -1 for the last
-            token, which no step has run; None unless the cache keeps them.
+        experts: [L, T, A] experts of every token of the prompt and the text in each expert layer, -1 for those that
+            no step has run: the last one, or more of a cancelled request; None unless the cache keeps them.
     """
 
     request: int
@@ -97,12 +97,11 @@ class Stats:
 
     Attributes:
         prompt_tokens: Tokens of prompts that were run.
-        reused_tokens: Tokens of prompts that were found in the cache.
+        reused_tokens: Tokens that were found in the cache, also by sequences that had lost their pages.
         drawn_tokens: Tokens drawn.
         drafts: Drafts checked.
         accepted: Drafts taken.
         preempted: Times a sequence lost its pages and started over.
-        finished: Requests done, cancelled ones too.
     """
 
     prompt_tokens: int = 0
@@ -111,7 +110,6 @@ class Stats:
     drafts: int = 0
     accepted: int = 0
     preempted: int = 0
-    finished: int = 0
 
     @property
     def acceptance(self) -> float:

@@ -6,7 +6,7 @@ from dsv32_jax.generate.pages import ROOT
 from dsv32_jax.generate.sampling import SamplingParams
 
 
-@dataclass
+@dataclass(eq=False)  # two requests are never the same
 class Request:
     """A request and how far it has come. Rows of the cache exist for the first `n_cached` tokens."""
 

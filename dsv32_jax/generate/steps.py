@@ -15,7 +15,7 @@ from dsv32_jax.generate import decoder as decoders
 from dsv32_jax.generate import sampling
 from dsv32_jax.generate.decoder import Cache, Decoder
 from dsv32_jax.generate.sampling import Knobs
-from dsv32_jax.mla import AttentionMode
+from dsv32_jax.mla import DecodeMode
 
 
 class Static(NamedTuple):
@@ -30,7 +30,7 @@ class Static(NamedTuple):
 
     cfg: ModelConfig
     page_size: int
-    mode: AttentionMode
+    mode: DecodeMode
     keep_sets: bool
 
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsv32_jax import command_line, errors, load_model
-from dsv32_jax.generate import __main__ as generation
-from dsv32_jax.generate import chat
+from dsv32_jax.generate import chat, options
 from dsv32_jax.generate.engine import Engine
 from dsv32_jax.generate.protocol import EngineConfig
 from dsv32_jax.serve.config import ServeConfig
@@ -89,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-body-mb", type=_count, default=16, help="largest request body in MiB (16)")
     add("--timeout", type=_seconds, default=600.0, help="seconds a request may take (600)")
     add("--grace", type=_seconds, default=30.0, help="seconds to finish after a signal (30)")
-    generation.add_engine_options(parser)
+    options.add_engine_options(parser)
     return parser
 
 
@@ -160,9 +159,7 @@ def _api_key(args: argparse.Namespace) -> str | None:
 
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
     # The worker bounds running and waiting texts together.
-    return generation.engine_config(
-        args, slots=args.slots, max_waiting=args.slots + args.max_waiting
-    )
+    return options.engine_config(args, slots=args.slots, max_waiting=args.slots + args.max_waiting)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -182,7 +179,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _load(args: argparse.Namespace, cfg: EngineConfig, tokenizer: Tokenizer) -> Engine:
     """Load the model and compile its steps for every length, so that no client waits for that."""
-    engine = generation.load_engine(args, cfg, tokenizer)
+    engine = options.load_engine(args, cfg, tokenizer)
     engine.warm_up()
     return engine
 

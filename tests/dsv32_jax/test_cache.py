@@ -62,11 +62,11 @@ def test_fp8_rows_are_read_back_as_their_rounded_values(cfg, view):
     np.testing.assert_array_equal(keys[0, 3], np.full(cfg.indexer.head_dim, 0.34375))
 
 
-def test_a_tokens_bytes_are_counted_over_all_layers(cfg):
-    layers = cache.make_cache(cfg, dataclasses.replace(LAYOUT, keep_experts=False), mtp=True)
-    width = cfg.mla.kv_lora_rank + cfg.mla.rope_dim + cfg.indexer.head_dim
+def test_every_layer_has_a_cache_and_the_module_after_them(cfg):
+    layers = cache.make_cache(cfg, LAYOUT, mtp=True)
     assert len(layers) == cfg.n_layers + 1
-    assert cache.bytes_per_token(layers) == 4 * width * (cfg.n_layers + 1)
+    assert [layer.experts is not None for layer in layers] == [False, True, True]
+    assert len(cache.make_cache(cfg, LAYOUT, mtp=False)) == cfg.n_layers
 
 
 @pytest.mark.parametrize("field", ["n_pages", "page_size"])

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from dsv32_jax.convert import from_hf, to_hf
+from dsv32_jax.generate.protocol import EngineConfig
+from dsv32_jax.generate.sampling import SamplingParams
+from dsv32_jax.serve.config import ServeConfig
 from dsv32_jax.sharding import AXES, MeshConfig
 from train.run_config import RunConfig
 
@@ -39,7 +43,8 @@ def parts_of(hint):
     return [hint] if not inner else [part for arg in inner for part in parts_of(arg)]
 
 
-CLASSES = config_classes(RunConfig)
+ROOTS = (RunConfig, EngineConfig, SamplingParams, ServeConfig, from_hf.Options, to_hf.Options)
+CLASSES = list(dict.fromkeys(cls for root in ROOTS for cls in config_classes(root)))
 
 
 class Reads(ast.NodeVisitor):
@@ -77,7 +82,7 @@ def test_the_walk_finds_the_configs_of_every_part():
     assert {"AdamConfig", "LossConfig", "MeshConfig", "EvidenceConfig", "LossGuardConfig"} <= names
 
 
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: f"{cls.__module__}.{cls.__name__}")
 def test_every_field_is_read_somewhere(cls, reads):
     unread = [
         field.name
@@ -89,7 +94,7 @@ def test_every_field_is_read_somewhere(cls, reads):
     assert unread == []
 
 
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: f"{cls.__module__}.{cls.__name__}")
 def test_every_field_is_described_and_nothing_else_is(cls):
     attributes = inspect.getdoc(cls).partition("Attributes:\n")[2].partition("\n\n")[0]
     indent = re.match(" *", attributes).group()

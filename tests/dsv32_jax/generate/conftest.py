@@ -7,6 +7,7 @@ import pytest
 
 from dsv32_jax import cache
 from dsv32_jax.generate import decoder
+from dsv32_jax.moe import MoE
 
 
 @pytest.fixture(scope="session")
@@ -70,3 +71,26 @@ class Feeder:
 @pytest.fixture(scope="session")
 def feeder():
     return Feeder
+
+
+@pytest.fixture
+def routed(model, monkeypatch):
+    """Return the experts of every token in the one expert layer, as one pass over a text routes them."""
+    call = MoE.__call__
+
+    def route(tokens):
+        seen = []
+
+        def record(layer, x, documents):
+            out, routing = call(layer, x, documents)
+            jax.debug.callback(lambda experts: seen.append(np.asarray(experts)), routing.experts)
+            return out, routing
+
+        with monkeypatch.context() as patched:
+            patched.setattr(MoE, "__call__", record)
+            jax.jit(lambda m: m(jnp.asarray(tokens)).hidden)(model).block_until_ready()
+            jax.effects_barrier()
+        (experts,) = seen
+        return experts
+
+    return route

@@ -40,7 +40,7 @@ def test_a_text_is_continued_repeatably_and_the_figures_go_to_stderr(run):
     assert "12 tokens drawn, 10 of prompts run" in first.err
 
 
-def test_a_mesh_draws_the_same(run):
+def test_a_mesh_of_one_device_draws_the_same(run):
     plain = run("--prompt", "import os", "--max-tokens", 6).out
     assert run("--prompt", "import os", "--max-tokens", 6, "--mesh", "tensor=1").out == plain
 
@@ -67,6 +67,36 @@ def test_messages_are_answered_in_the_official_format(run, tmp_path):
     assert "[not in the format: " in said.out  # noise of a random model does not end its turn
 
 
+def test_the_end_of_the_message_format_ends_an_answer(tmp_path, run, monkeypatch):
+    """A tokenizer may end texts with another token than the format does."""
+    path = tmp_path / "talk.json"
+    path.write_text(json.dumps([{"role": "user", "content": "hello"}]))
+    whole = run("--messages", path, "--max-tokens", 8)
+    assert "8 tokens drawn" in whole.err
+    drawn = draws_of(run, path)
+    special = dataclasses.replace(
+        encoding.SpecialTokens.from_tokenizer(ByteTokenizer()), eos=drawn[2]
+    )
+    monkeypatch.setattr(encoding.SpecialTokens, "from_tokenizer", lambda tokenizer: special)
+    ended = run("--messages", path, "--max-tokens", 8)
+    assert f"{drawn.index(drawn[2]) + 1} tokens drawn" in ended.err
+
+
+def draws_of(run, path):
+    """The tokens that are drawn for a conversation."""
+    drawn, collect = [], chat.Engine.run
+
+    def watched(engine):
+        for event in collect(engine):
+            drawn.append(getattr(event, "token", None))
+            yield event
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(chat.Engine, "run", watched)
+        run("--messages", path, "--max-tokens", 8)
+    return drawn[:-1]
+
+
 def test_a_conversation_goes_on_line_by_line(run, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\n/new\n/quit\nnever read\n"))
     said = run("--chat", "--max-tokens", 3)
@@ -90,7 +120,9 @@ def test_a_conversation_goes_on_line_by_line(run, monkeypatch):
         ),
         (["--prompt", "x", "--mesh", "heads=1"], "'heads=1' must be AXIS=SIZE"),
         (["--prompt", "x", "--cache-tokens", 10, "--max-len", 65], "fewer than max_len=65"),
-        (["--prompt", "x" * 64], "max_len=64 leaves no room"),
+        (["--prompt", "x" * 64], "--max-len 64 leaves no room"),
+        (["--prompt", "x", "--stop", ""], "--stop ''"),
+        (["--prompt", "x", "--samples", 2, "--seed", 2**32 - 1], "seed=4294967296 must be in"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(run, arguments, words):
