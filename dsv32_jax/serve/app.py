@@ -75,7 +75,6 @@ class Service:
         self._tokenizer = tokenizer
         # A tokenizer may end texts with another token than the chat format does.
         self._chat_end = SpecialTokens.from_tokenizer(tokenizer).eos
-        self._ends = frozenset({tokenizer.eos_id, self._chat_end})
 
     async def health(self, request: Request) -> Response:
         """Say whether completions can be asked for."""
@@ -146,11 +145,11 @@ class Service:
             logprobs=ask.logprobs,
             include_usage=ask.include_usage,
         )
-        params = list(ask.params)
-        if frame.chat:
-            params = [dataclasses.replace(one, stop_ids=(self._chat_end,)) for one in params]
+        stop_ids = (self._chat_end,) if frame.chat else ()
+        params = [dataclasses.replace(one, stop_ids=stop_ids) for one in ask.params]
+        ends = frozenset({self._tokenizer.eos_id, *stop_ids})
         texts = [
-            TextAnswer(self._tokenizer, ends=self._ends, stop=ask.stop, keeps_tokens=ask.logprobs)
+            TextAnswer(self._tokenizer, ends=ends, stop=ask.stop, keeps_tokens=ask.logprobs)
             for _ in params
         ]
         ticket = self._worker.submit(prompt, params, timeout=self._cfg.timeout)

@@ -184,11 +184,15 @@ class OtherEnd(ByteTokenizer):
         return self.pad_id if text == markup.EOS else super().token_id(text)
 
 
-def test_the_end_of_the_chat_format_ends_a_message(serve):
+def test_the_end_of_the_chat_format_ends_a_message_but_no_plain_text(serve):
     with serve(tokenizer=OtherEnd()) as server:
         (choice,) = ask(server, "script=otherend", max_tokens=20).choices
+        plain = {"model": "tiny", "prompt": "script=otherend", "max_tokens": 6, "logprobs": 0}
+        (text,) = server.client.completions.create(**plain).choices
     assert (choice.message.content, choice.finish_reason) == ("Hi.", "stop")
     assert not hasattr(choice, "problems")
+    assert (text.text, text.finish_reason) == ("Hi.An", "length")
+    assert text.logprobs.tokens == ["H", "i", ".", "", "A", "n"]
 
 
 def test_templates_know_the_switch_by_another_name(server):
