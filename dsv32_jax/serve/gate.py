@@ -1,6 +1,7 @@
 """What every HTTP request passes: the key, the size of its body, the log and the count of requests."""
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
@@ -8,7 +9,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Never
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -40,7 +41,7 @@ class Gate:
         """Answer one request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        begun, status, is_done = time.monotonic(), 0, False
+        begun, status = time.monotonic(), 0
 
         async def note(message: Message) -> None:
             nonlocal status
@@ -49,11 +50,11 @@ class Gate:
             await send(message)
 
         try:
-            await self._answerer(scope)(scope, receive, note)
-            is_done = True
+            with contextlib.suppress(ClientDisconnect):  # while the body was read
+                await self._answerer(scope)(scope, receive, note)
+            status = status or CLIENT_LEFT
         finally:
-            # Without a response: nobody was there any more, or it failed, which is answered outside of here.
-            status = status or (CLIENT_LEFT if is_done else 500)
+            status = status or 500  # it failed, which is answered outside of here
             path = scope["path"] if scope["path"] in PATHS else "other"
             self._metrics.count(path, status)
             level = logging.DEBUG if path in (HEALTH, "/metrics") else logging.INFO
@@ -95,6 +96,7 @@ async def read_json(request: Request, *, limit: int, timeout: float) -> Any:
 
     Raises:
         ApiError: It is too large, too slow, or no JSON.
+        ClientDisconnect: The client left before its end.
     """
     try:
         async with asyncio.timeout(timeout):

@@ -60,6 +60,15 @@ def test_a_client_that_leaves_frees_its_slots_at_once(server, until, stream):
         until(lambda: 'completions",status="499"' in server.http.get("/metrics").text)
 
 
+def test_a_client_that_leaves_amid_its_body_is_counted_as_that(serve, until, caplog):
+    with serve() as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as raw:
+            raw.sendall(http_request(BODY)[:-1])
+        left = 'dsv32_requests_total{path="/v1/completions",status="499"} 1.0'
+        until(lambda: left in server.http.get("/metrics").text)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_a_waiting_request_can_be_left_too(server, until):
     with running(server, until, n=3):
         with running_more(server):
