@@ -130,15 +130,12 @@ def _no_number(name: str) -> Never:
     raise ValueError(f"{name} is not JSON")
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run something that only the client is interested in, and stop it when the client leaves.
 
     Args:
         receive: The connection, whose request body was read.
         work: What to do.
-
-    Returns:
-        Whether it was done.
     """
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_disconnected(receive))
@@ -146,8 +143,6 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()
-            return True
-        return False
     finally:
         watch.cancel()
         task.cancel()
