@@ -219,7 +219,8 @@ def _read_thinking(fields: Fields, default: bool) -> bool:
         found.append(kind == "enabled")
     if fields.has("chat_template_kwargs"):
         options = Fields(fields.any("chat_template_kwargs"), "chat_template_kwargs")
-        found.append(options.boolean("thinking", default))
+        if options.has("thinking"):
+            found.append(options.boolean("thinking", default))
         options.end()
     if len(set(found)) > 1:
         raise fields.wrong("thinking", "and chat_template_kwargs.thinking disagree")

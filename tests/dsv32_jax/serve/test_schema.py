@@ -120,6 +120,8 @@ def test_thinking_is_switched_by_either_name():
     assert not schema.read_chat(off, model="m", thinking=True).thinking
     both = {"thinking": {"type": "enabled"}, "chat_template_kwargs": {"thinking": False}}
     assert refused(chat, **both) == ("thinking", "invalid_value")
+    assert chat(**both | {"chat_template_kwargs": {}}).thinking
+    assert refused(chat, chat_template_kwargs={"x": 1})[1] == "unknown_field"
 
 
 def test_text_parts_are_put_together():
