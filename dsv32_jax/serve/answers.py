@@ -80,7 +80,9 @@ class TextAnswer:
             return ""
         if isinstance(event, FinishEvent):
             piece = self._stream.finish()
-            self.finish_reason = "stop" if event.reason == "stop" else "length"
+            # The server cancels what a stop string has ended, or what nobody reads on: one that failed or was left.
+            assert event.reason != "cancelled", "a text was cancelled that is still read"
+            self.finish_reason = event.reason
         else:
             piece = self._push(event.token, event.log_p)
         if self._stream.stopped:
