@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from dsv32_jax.config import require
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
@@ -11,7 +13,7 @@ class ServeConfig:
         model: The name that clients call the model by.
         api_key: What clients must know; None lets everybody in.
         thinking: Whether the model reasons first where a request does not say.
-        timeout: Seconds that a request may take.
+        timeout: Seconds that a request may take, above 0.
         max_body: Bytes that a request may have.
         max_prompt: Tokens that a prompt may have; the engine's own limit holds too.
         tools_block: Wording around tools; None is this project's.
@@ -26,3 +28,7 @@ class ServeConfig:
     max_prompt: int = 2**31 - 1
     tools_block: str | None = None
     response_format_block: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the time."""
+        require(self.timeout > 0, f"timeout={self.timeout:g} must be above 0")

@@ -46,6 +46,7 @@ def test_wrong_options_are_one_line(capsys, tmp_path):
     common = (tmp_path, "--tokenizer", "bytes")
     assert "max_len=1" in wrong(capsys, *common, "--max-len", 1)
     assert "-5 must be a number" in wrong(capsys, *common, "--timeout=-5")
+    assert "timeout=0 must be above 0" in wrong(capsys, *common, "--timeout", 0)
     assert "0 must be a whole number" in wrong(capsys, *common, "--max-waiting", 0)
     assert "--port 70000" in wrong(capsys, *common, "--port", 70000)
     (tmp_path / "key").write_text("\n")
