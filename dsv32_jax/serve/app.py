@@ -45,16 +45,18 @@ def make_app(cfg: ServeConfig, worker: EngineWorker, tokenizer: Tokenizer) -> St
         yield
         await worker.close()
 
+    routes = [
+        Route(gate.HEALTH, service.health),
+        Route(gate.METRICS, service.metrics),
+        Route("/v1/models", service.models),
+        Route("/v1/models/{model:path}", service.models),
+        Route("/v1/chat/completions", service.chat, methods=["POST"]),
+        Route("/v1/completions", service.complete, methods=["POST"]),
+    ]
+    paths = {route.path for route in routes}
     return Starlette(
-        routes=[
-            Route(gate.HEALTH, service.health),
-            Route("/metrics", service.metrics),
-            Route("/v1/models", service.models),
-            Route("/v1/models/{model:path}", service.models),
-            Route("/v1/chat/completions", service.chat, methods=["POST"]),
-            Route("/v1/completions", service.complete, methods=["POST"]),
-        ],
-        middleware=[Middleware(gate.Gate, api_key=cfg.api_key, metrics=metrics)],
+        routes=routes,
+        middleware=[Middleware(gate.Gate, api_key=cfg.api_key, paths=paths, metrics=metrics)],
         exception_handlers={
             errors.ApiError: _on_api_error,
             HTTPException: _on_http_error,

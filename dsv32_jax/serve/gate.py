@@ -6,7 +6,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from typing import Any, Never
 
 from starlette.requests import ClientDisconnect, Request
@@ -18,23 +18,25 @@ from dsv32_jax.serve.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-HEALTH = "/health"
-PATHS = (HEALTH, "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
+HEALTH, METRICS = "/health", "/metrics"
 CLIENT_LEFT = 499  # nginx's status for it; nobody receives it
 
 
 class Gate:
     """Asks for the key, and counts and logs each request. An ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, metrics: Metrics):
+    def __init__(
+        self, app: ASGIApp, *, api_key: str | None, paths: Collection[str], metrics: Metrics
+    ):
         """Wrap an application.
 
         Args:
             app: What answers.
             api_key: What clients must send as `Authorization: Bearer KEY`, except for /health; None asks for nothing.
+            paths: Those that are counted by name.
             metrics: Where requests are counted.
         """
-        self._app, self._metrics = app, metrics
+        self._app, self._paths, self._metrics = app, paths, metrics
         self._wanted = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,9 +57,9 @@ class Gate:
             status = status or CLIENT_LEFT
         finally:
             status = status or 500  # it failed, which is answered outside of here
-            path = scope["path"] if scope["path"] in PATHS else "other"
+            path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.count(path, status)
-            level = logging.DEBUG if path in (HEALTH, "/metrics") else logging.INFO
+            level = logging.DEBUG if path in (HEALTH, METRICS) else logging.INFO
             seconds = time.monotonic() - begun
             logger.log(level, "%s %s %d, %.2f s", scope["method"], path, status, seconds)
 
