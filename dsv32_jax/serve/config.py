@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from dsv32_jax.config import require
 
+NO_LIMIT = 2**31 - 1  # tokens; what an int32 holds
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
@@ -25,7 +27,7 @@ class ServeConfig:
     thinking: bool = False
     timeout: float = 600.0
     max_body: int = 2**24
-    max_prompt: int = 2**31 - 1
+    max_prompt: int = NO_LIMIT
     tools_block: str | None = None
     response_format_block: str | None = None
 

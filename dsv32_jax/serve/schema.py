@@ -9,12 +9,12 @@ from typing import Any
 from dsv32_jax.encoding.messages import Message
 from dsv32_jax.generate.sampling import MAX_SEED, SamplingParams
 from dsv32_jax.serve import conversation, errors
+from dsv32_jax.serve.config import NO_LIMIT
 from dsv32_jax.serve.fields import Fields
 
 MAX_CHOICES = 128  # as in OpenAI's API
 MAX_STOPS = 16
 TEXT_MAX_TOKENS = 16  # default of OpenAI's /v1/completions
-NO_LIMIT = 2**31 - 1
 
 # Fields of OpenAI's API that do nothing here, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {

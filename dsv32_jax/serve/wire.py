@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsv32_jax.generate.text import UNFINISHED
 from dsv32_jax.serve.answers import ChatAnswer, DrawnToken, TextAnswer
-
-UNFINISHED = "\ufffd"  # what half a character decodes to
 
 
 @dataclass(frozen=True, kw_only=True)

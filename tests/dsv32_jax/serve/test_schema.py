@@ -1,6 +1,7 @@
 import pytest
 
 from dsv32_jax.serve import schema
+from dsv32_jax.serve.config import NO_LIMIT
 from dsv32_jax.serve.errors import ApiError
 
 USER = {"role": "user", "content": "hi"}
@@ -95,7 +96,7 @@ def test_defaults_are_openais():
     ask = chat()
     (params,) = ask.params
     assert (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, 0)
-    assert params.max_tokens == schema.NO_LIMIT
+    assert params.max_tokens == NO_LIMIT
     assert not (ask.stream)
     assert not (ask.include_usage)
     assert not (ask.logprobs)
