@@ -95,7 +95,11 @@ class Service:
         return Response(self._metrics.text(), headers={"content-type": kind})
 
     async def models(self, request: Request) -> Response:
-        """List the one model, or show it."""
+        """List the one model, or show it.
+
+        Raises:
+            ApiError: Another one is asked for.
+        """
         name = self._cfg.model
         card = {"id": name, "object": "model", "created": 0, "owned_by": "dsv32_jax"}
         asked = request.path_params.get("model")
@@ -168,9 +172,11 @@ class Service:
         )
 
     def _check_prompt(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise errors.invalid("prompt", "prompt must have at least one token")
         most = min(self._cfg.max_prompt, self._worker.max_len - 1)
-        if not 1 <= len(prompt) <= most:
-            message = f"the prompt has {len(prompt)} tokens; it must have 1 to {most}"
+        if len(prompt) > most:
+            message = f"the prompt has {len(prompt)} tokens; it must have at most {most}"
             raise errors.ApiError(400, message, code="context_length_exceeded")
         if not all(0 <= token < self._worker.vocab_size for token in prompt):
             rule = f"must be token ids in [0, {self._worker.vocab_size})"
@@ -186,7 +192,11 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return gate.error_response(errors.ApiError(error.status_code, message, code="no_endpoint"))
+    code = "method_not_allowed" if error.status_code == 405 else "no_endpoint"
+    headers = dict(error.headers or {})
+    return gate.error_response(
+        errors.ApiError(error.status_code, message, code=code, headers=headers)
+    )
 
 
 async def _on_mistake(request: Request, error: Exception) -> Response:

@@ -10,8 +10,7 @@ from dsv32_jax.serve import errors
 class Fields:
     """The fields of an object, each to be read once. A null means that the field is not there.
 
-    Methods that read take the field's name and what stands for one that is not there; where the value is of the wrong
-    kind they raise an ApiError that names the field.
+    Methods that read take the field's name and what stands for one that is not there; their errors name the field.
     """
 
     def __init__(self, raw: Any, path: str = ""):
@@ -46,21 +45,33 @@ class Fields:
         return self._left.pop(field, default)
 
     def boolean(self, field: str, default: bool) -> bool:
-        """Return a field that must be true or false."""
+        """Return a field that must be true or false.
+
+        Raises:
+            ApiError: It is neither.
+        """
         value = self.any(field, default)
         if not isinstance(value, bool):
             raise self.wrong(field, "must be true or false")
         return value
 
     def text(self, field: str, default: str | None = None) -> str:
-        """Return a field that must be a string; without a default it must be there."""
+        """Return a field that must be a string; without a default it must be there.
+
+        Raises:
+            ApiError: It is none, or missing.
+        """
         value = self.any(field, default)
         if not isinstance(value, str):
             raise self.wrong(field, "must be a string")
         return value
 
     def number(self, field: str, default: float) -> float:
-        """Return a field that must be a finite number."""
+        """Return a field that must be a finite number.
+
+        Raises:
+            ApiError: It is none.
+        """
         value = self.any(field, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(field, "must be a number")
@@ -73,14 +84,22 @@ class Fields:
         return number
 
     def integer(self, field: str, default: int, *, low: int, high: int) -> int:
-        """Return a field that must be an integer in a range."""
+        """Return a field that must be an integer in a range.
+
+        Raises:
+            ApiError: It is none, or outside.
+        """
         value = self.any(field, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.wrong(field, f"must be an integer in [{low}, {high}]")
         return value
 
     def array(self, field: str, default: list[Any] | None = None) -> list[Any]:
-        """Return a field that must be an array; without a default it must be there."""
+        """Return a field that must be an array; without a default it must be there.
+
+        Raises:
+            ApiError: It is none, or missing.
+        """
         value = self.any(field, default)
         if not isinstance(value, list):
             raise self.wrong(field, "must be an array")
