@@ -13,7 +13,9 @@ What differs from OpenAI's API:
 - Log-probabilities are under the distribution that tokens are drawn from: after temperature, top-k and top-p.
 - A choice whose message breaks the format has `problems`. A streamed call that turns out broken has been sent by then;
   its arguments are no valid JSON.
-- A seed is in [0, 2^32); choice i of n has the seed plus i. The same request gives the same text whatever else runs.
+- A seed is in [0, 2^32); choice i of n has the seed plus i. Its draws depend on the seed and position alone, but
+  its logits are the same to rounding only, which can tip a close draw: other requests change the width of page tables,
+  and preemption and reused prefixes change which step computes a row.
 - Once a stream has begun, an error is its last event, in place of `[DONE]`.
 
 Limits: a full queue is 429, a slow request 504, and a request whose client leaves some 1000 tokens unread is cancelled,
