@@ -20,4 +20,7 @@ What differs from OpenAI's API:
 
 Limits: a full queue is 429, a slow request 504, and a request whose client leaves some 1000 tokens unread is cancelled,
 as the engine can not pause a text. A client that leaves frees its slots at once.
+
+With a Hugging Face tokenizer, text that spells a special token such as `<｜User｜>` becomes that token, as officially:
+users of a public server can forge turns that way.
 """
