@@ -28,6 +28,9 @@ TURN_ENDS = re.compile(f"({re.escape(markup.BOS)}|{re.escape(markup.EOS)})")
 class SpecialTokens:
     """The ids of the official format's special texts; None for one that is no single token.
 
+    For callers that look for the parts of a turn in ids, such as a mask or a limit on reasoning; the
+    encoder itself uses `bos` and `eos` only.
+
     Attributes:
         bos: begins a text.
         eos: ends a turn of the model.
