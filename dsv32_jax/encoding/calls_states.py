@@ -20,7 +20,6 @@ IN_NAME = Stops(markup.TEXT_VALUE, markup.JSON_VALUE, BARE_PARAMETER_END)
 # A line break after that `<` passes too: the official pattern ends in `$`.
 LOOSE_PARAMETER_END = f"<\n{BARE_PARAMETER_END}"
 IN_VALUE = Stops(markup.PARAMETER_END, LOOSE_PARAMETER_END, BARE_PARAMETER_END)
-AFTER_BROKEN = Stops(markup.INVOKE, BLOCK_END, markup.EOS)
 
 
 class CallsStates:
@@ -54,7 +53,7 @@ class CallsStates:
         self._name = State(IN_NAME, collect, self._leave_name, self._end_in_call)
         self._value = State(IN_VALUE, self._take_value, self._leave_value, self._end_in_call)
         self._next = State(IN_CALL, collect, self._leave_parameter, self._end_in_call)
-        self._broken = State(AFTER_BROKEN, collect, self._leave_broken, self._end_in_block)
+        self._broken = State(BETWEEN_CALLS, collect, self._leave_broken, self._end_in_block)
 
     def _leave_gap(self, stop: str) -> State:
         gap = self._collected()
