@@ -25,6 +25,7 @@ PACKAGES = ("train", "dsv32_jax", "pallas_kernels", "configs")
 TRACEBACK_VARIABLE = "DSV32_TRACEBACK"
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 TERMINATED = 143  # 128 + SIGTERM
+BROKEN_PIPE = 141  # 128 + SIGPIPE
 CLEAR_LINE = "\r\x1b[K"
 
 
@@ -73,12 +74,14 @@ class Boundary:
       status: the exit status; the block sets it where nothing is raised.
       started: whether the work itself has begun: an error before that is wrong usage.
       workdir: the run's folder, once it can be written.
+      resumes: whether the same command goes on where it was stopped.
       shows_tracebacks: whether each error's traceback is shown.
     """
 
     status: int = 0
     started: bool = False
     workdir: Path | None = None
+    resumes: bool = True
     shows_tracebacks: bool = field(
         default_factory=lambda: os.environ.get(TRACEBACK_VARIABLE) == "1"
     )
@@ -99,11 +102,17 @@ class Boundary:
         if isinstance(error, SystemExit):
             self.status = error.code if isinstance(error.code, int) else int(error.code is not None)
             return True
+        if isinstance(error, BrokenPipeError):
+            # The reader of our output has left, as `head` does; Python would complain once more when it flushes.
+            with contextlib.suppress(OSError):  # it may be no file
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.status = BROKEN_PIPE
+            return True
         if self.shows_tracebacks:
             traceback.print_exception(error)
         if isinstance(error, TerminatedError):
             self.status = TERMINATED
-            _say("stopped by SIGTERM; run the same command to go on")
+            _say("stopped by SIGTERM" + "; run the same command to go on" * self.resumes)
         elif isinstance(error, KeyboardInterrupt):
             self.status = INTERRUPTED
             _say("interrupted")

@@ -16,8 +16,16 @@ def to_json(value: Any) -> str:
 
     Returns:
         the JSON text.
+
+    Raises:
+        EncodingError: it holds what JSON has no form for.
     """
-    return json.dumps(value, ensure_ascii=False)
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EncodingError(f"a {type(value).__name__} has no JSON form: {error}") from error
+    return text
 
 
 def render_schemas(tools: Sequence[Mapping[str, Any]]) -> str:

@@ -128,6 +128,9 @@ def spans(
         EncodingError: as for `encode_messages`.
     """
     everything = [*context, *messages]
+    for i, message in enumerate(everything):
+        if not isinstance(message, Mapping):
+            raise EncodingError(f"message {i} must be an object, not {type(message).__name__}")
     asking = [i for i, message in enumerate(everything) if message.get("role") in ASKING_ROLES]
     last_user = asking[-1] if asking else -1
     for i, message in enumerate(everything):
@@ -248,7 +251,7 @@ def _render(
 
 def _render_assistant(message: Message, *, keeps_reasoning: bool) -> str:
     reasoning, content = _text(message, "reasoning_content"), _text(message, "content")
-    tool_calls = message.get("tool_calls")
+    tool_calls = _list(message, "tool_calls")
     if keeps_reasoning and not reasoning and not tool_calls:
         raise EncodingError("in thinking mode it needs reasoning_content or tool_calls")
     thought = f"{reasoning}{markup.THINK_END}" if keeps_reasoning else ""
@@ -260,7 +263,7 @@ def _answered_calls(everything: Sequence[Message], anchor: int) -> int:
     """Return how many calls the message has that tool results follow."""
     if anchor < 0 or everything[anchor]["role"] != "assistant":
         raise EncodingError("it must follow an assistant message")
-    return len(everything[anchor].get("tool_calls") or ())
+    return len(_list(everything[anchor], "tool_calls"))
 
 
 def _check_developers(dropped_from: Sequence[Message]) -> None:
@@ -276,7 +279,7 @@ def _check_developers(dropped_from: Sequence[Message]) -> None:
 def _attachments(message: Message, form: Format) -> str:
     """Write the tools and the response format of a system or developer message."""
     text = ""
-    if tools := message.get("tools"):
+    if tools := _list(message, "tools"):
         block = blocks.OWN_TOOLS_BLOCK if form.tools_block is None else form.tools_block
         text += "\n\n" + blocks.fill(block, blocks.TOOL_SCHEMAS, render_schemas(tools))
     if response_format := message.get("response_format"):
@@ -286,10 +289,21 @@ def _attachments(message: Message, form: Format) -> str:
     return text
 
 
+def _list(message: Message, key: str) -> list[Any]:
+    value = message.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple):
+        raise EncodingError(f"{key} must be a list, not {type(value).__name__}")
+    return list(value)
+
+
 def _text(message: Message, key: str, *, none: str = "") -> str:
     value = message.get(key)
     if value is None:
         return none
     if not isinstance(value, str):
         raise EncodingError(f"{key} must be a string, not {type(value).__name__}")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise EncodingError(f"{key} holds half a character (a lone surrogate)")
     return value

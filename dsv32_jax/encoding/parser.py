@@ -218,7 +218,8 @@ def parse_completion_tolerant(
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Read whatever a model wrote, and say what is wrong with it.
 
-    Reasoning and content are kept without the control tokens in them. A call is kept if it is
+    Reasoning and content are kept without the control tokens that the strict parser refuses in them (the tokens of
+    the other roles are text to both). A call is kept if it is
     certain what it says, and left out if not; calls around a broken one are kept.
 
     Args:

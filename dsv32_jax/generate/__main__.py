@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0 done, 1 failed, 2 wrong usage.
     """
     with (
-        command_line.Boundary() as boundary,
+        command_line.Boundary(resumes=False) as boundary,
         command_line.logging_to_stderr(),
         command_line.sigterm_raises(),
     ):
@@ -133,7 +133,7 @@ def _conversation(args: argparse.Namespace, words: tokenizer.Tokenizer) -> chat.
     """Return the conversation to go on with, or None for a plain text."""
     if args.prompt is not None:
         for name in ("thinking", "system", "tools_block"):
-            if getattr(args, name):
+            if getattr(args, name) not in (None, False):
                 raise ValueError(f"--{name.replace('_', '-')} works with --messages or --chat")
         return None
     if args.messages is not None:
@@ -161,9 +161,13 @@ def _prompt(
     if args.chat:
         return []
     if talk is not None:
+        if talk.messages[-1].get("role") not in chat.ANSWERED:
+            raise ValueError(
+                f"{args.messages}: the last message must be of {', '.join(chat.ANSWERED)}"
+            )
         prompt = talk.encode()
     else:
-        ids = words.encode(sys.stdin.read() if args.prompt == "-" else args.prompt)
+        ids = words.encode(chat.read_input() if args.prompt == "-" else args.prompt)
         prompt = ids if words.bos_id is None else [words.bos_id, *ids]
     if not prompt:
         raise ValueError("the prompt is empty and the tokenizer has no token that opens a text")

@@ -15,6 +15,7 @@ from dsv32_jax.generate.sampling import SamplingParams
 from dsv32_jax.generate.text import TextStream
 from dsv32_jax.tokenizer import Tokenizer
 
+ANSWERED = ("user", "developer", "tool")  # who says what a model answers
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -70,7 +71,7 @@ def read_messages(path: Path) -> list[dict[str, Any]]:
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     whole = raw if isinstance(raw, dict) else {"messages": raw}
     messages: Any = whole.get("messages")
@@ -192,6 +193,11 @@ def converse(engine: Engine, talk: Conversation, params: SamplingParams) -> None
             talk.messages = list(begin)
         elif line.strip():
             talk.messages.append({"role": "user", "content": line})
+            n_tokens = len(talk.encode())
+            if n_tokens >= engine.cfg.max_len:
+                talk.messages.pop()
+                _write(f"[too long: {n_tokens} tokens of {engine.cfg.max_len}; /new begins anew]\n")
+                continue
             _show(draw_answer(engine, talk, params))
 
 
@@ -199,8 +205,26 @@ def _ask() -> str | None:
     if sys.stdin.isatty():
         sys.stdout.write("> ")
         sys.stdout.flush()
-    line = sys.stdin.readline()
+    line = read_input(whole=False)
     return line.removesuffix("\n") if line else None
+
+
+def read_input(*, whole: bool = True) -> str:
+    """Read standard input.
+
+    Args:
+        whole: All of it, or the next line.
+
+    Returns:
+        The text.
+
+    Raises:
+        ValueError: If it is not UTF-8.
+    """
+    try:
+        return sys.stdin.read() if whole else sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8: {error}") from error
 
 
 def _show(events: Iterator[encoding.Event]) -> None:

@@ -65,6 +65,7 @@ class Engine:
             raise ValueError("speculative=True needs a model with an MTP module")
         self.cfg, self.stats, self.vocab_size = cfg, Stats(), model.cfg.vocab_size
         self._eos_id, self._mesh = eos_id, mesh
+        self._chunk = min(cfg.prefill_chunk, cfg.max_len)
         self._static = steps.Static(model.cfg, cfg.cache.page_size, cfg.mode, cfg.keep_sets)
         with sharding.on_mesh(mesh):
             shards = sharding.axis_size(*sharding.BATCH_AXES)
@@ -171,7 +172,7 @@ class Engine:
 
     def _run_idle(self, width: int) -> None:
         """Run each step once for tables of a width and no sequence; nothing is written."""
-        n_slots, size = self.cfg.n_slots, self.cfg.prefill_chunk
+        n_slots, size = self.cfg.n_slots, self._chunk
         table, knobs = np.zeros((n_slots, width), np.int32), batches.knobs([None] * n_slots)
         nothing, one = np.full((1, size), -1, np.int32), jax.tree.map(lambda x: x[:1], knobs)
         self._cache, self._draft, _ = self._compiled("prefill", table[:1])(
@@ -225,7 +226,7 @@ class Engine:
         sequence = next((s for s in self._running.values() if s.is_prefilling), None)
         if sequence is None:
             return []
-        first, size = sequence.n_cached, self.cfg.prefill_chunk
+        first, size = sequence.n_cached, self._chunk
         last = min(first + size, sequence.n_prefill)
         if not self._make_room(sequence, last):
             return []

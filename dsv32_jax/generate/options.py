@@ -4,6 +4,8 @@ import argparse
 import logging
 import typing
 
+import jax
+
 from dsv32_jax import errors, load_model, sharding, tokenizer
 from dsv32_jax.cache import CacheConfig, CacheDtype
 from dsv32_jax.config import Dtype
@@ -103,7 +105,9 @@ def load_engine(args: argparse.Namespace, cfg: EngineConfig, words: tokenizer.To
         The engine.
 
     Raises:
-        ValueError: If the mesh does not fit the devices or the batch, or the tokenizer has more tokens than the model.
+        ValueError: If the mesh does not fit the devices or the batch.
+        UsageError: If the tokenizer has more tokens than the model.
+        WorkFailedError: If the cache does not fit into memory.
     """
     mesh = None if args.mesh is None else sharding.make_mesh(sharding.parse_mesh(args.mesh))
     logger.info("loading %s", args.checkpoint)
@@ -113,4 +117,12 @@ def load_engine(args: argparse.Namespace, cfg: EngineConfig, words: tokenizer.To
         raise errors.UsageError(
             f"the tokenizer has {words.vocab_size} tokens, the model {model.cfg.vocab_size}"
         )
-    return Engine(model, cfg, eos_id=words.eos_id, mesh=mesh)
+    try:
+        return Engine(model, cfg, eos_id=words.eos_id, mesh=mesh)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        n_tokens = cfg.cache.n_pages * cfg.cache.page_size
+        raise errors.WorkFailedError(
+            f"a cache of {n_tokens} tokens does not fit into memory beside the model; see --cache-tokens"
+        ) from error

@@ -20,7 +20,8 @@ class EngineConfig:
     Attributes:
         n_slots: Sequences that are decoded at once.
         max_len: Longest sequence, prompt and generated tokens together.
-        prefill_chunk: Tokens of a prompt that are run at once; between two pieces the others are decoded.
+        prefill_chunk: Tokens of a prompt that are run at once, at most `max_len`; between two pieces the others are
+            decoded.
         max_waiting: Requests that may wait for a slot.
         cache: Size and format of the cache.
         mode: "sparse" is the model; "dense" reads every earlier token.
@@ -46,6 +47,10 @@ class EngineConfig:
         require(self.max_len >= 2, f"max_len={self.max_len} must be at least 2")
         require(self.mode in get_args(DecodeMode), f"mode={self.mode!r} must be sparse or dense")
         n_rows = self.cache.n_pages * self.cache.page_size
+        require(
+            n_rows < 2**31,
+            f"n_pages={self.cache.n_pages} of {self.cache.page_size} tokens are more than int32 can count",
+        )
         require(
             n_rows >= self.max_len,
             f"n_pages={self.cache.n_pages} of {self.cache.page_size} tokens hold {n_rows}, fewer than "

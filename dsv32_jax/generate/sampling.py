@@ -44,7 +44,7 @@ class SamplingParams:
             f"temperature={self.temperature} must be 0 or in [0.001, 1000]",
         )
         require(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]")
-        require(self.top_k >= 0, f"top_k={self.top_k} must not be negative")
+        require(0 <= self.top_k < 2**31, f"top_k={self.top_k} must be in [0, {2**31 - 1}]")
         require(0 <= self.seed <= MAX_SEED, f"seed={self.seed} must be in [0, {MAX_SEED}]")
         require(self.max_tokens >= 1, f"max_tokens={self.max_tokens} must be at least 1")
 
@@ -100,8 +100,9 @@ def _kept(scaled_BV: Array, top_k_B: Array, top_p_B: Array) -> Array:
     within_BV = jnp.arange(scaled_BV.shape[1]) < top_k_B[:, None]
     p_BV = jax.nn.softmax(jnp.where(within_BV, sorted_BV, -jnp.inf), axis=-1)
     before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
-    # p = 1 keeps all, though the sum may round to 1 before the last.
+    # p = 1 keeps all, though the sum may round to 1 before the last; a p that is 0 in float32 keeps the first.
     kept_BV = within_BV & ((before_BV < top_p_B[:, None]) | (top_p_B == 1)[:, None])
+    kept_BV = kept_BV.at[:, 0].set(True)
     rows = jnp.arange(scaled_BV.shape[0])[:, None]
     return jnp.zeros(scaled_BV.shape, bool).at[rows, order_BV].set(kept_BV)
 

@@ -3,13 +3,17 @@ import importlib.machinery
 import logging
 import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from dsv32_jax import command_line, config, errors, rope
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -257,3 +261,29 @@ def test_sigterm_outside_a_step_is_one_line(capsys):
     assert boundary.status == 143
     assert capsys.readouterr().err == "stopped by SIGTERM; run the same command to go on\n"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly():
+    program = (
+        "import sys\n"
+        "from dsv32_jax import command_line\n"
+        "with command_line.Boundary() as boundary:\n"
+        "    while True:\n"
+        "        sys.stdout.write('text' * 1000)\n"
+        "        sys.stdout.flush()\n"
+        "sys.exit(boundary.status)\n"
+    )
+    command = [sys.executable, "-c", program]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=ROOT) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 141
+    assert said == b""
+
+
+def test_a_command_that_does_not_go_on_does_not_say_so(shell):
+    assert shell(raising(command_line.TerminatedError()))[2].strip().endswith("to go on")
+    said = shell(raising(command_line.TerminatedError()), resumes=False)[2]
+    assert said == "stopped by SIGTERM\n"

@@ -256,6 +256,11 @@ def test_messages_are_left_as_they_were():
         ([system(tools=[{"name": "f"}])], r'tools\[0\] must be an object with a "function"'),
         ([user([{"type": "text"}])], "message 0 .user.: content must be a string, not list"),
         ([assistant(reasoning_content=3)], "reasoning_content must be a string, not int"),
+        ([system(tools=5)], "tools must be a list, not int"),
+        ([assistant(tool_calls=1.5)], "tool_calls must be a list, not float"),
+        ([system(tools=[{"function": {1, 2}}])], "a set has no JSON form"),
+        ([user("half \ud83d")], "content holds half a character"),
+        ([assistant(tool_calls=[call(arguments='{"a": ["\\ud83d"]}')])], "a list has no JSON form"),
     ],
 )
 def test_what_has_no_text_in_the_format_is_an_error_that_says_where(messages, words):

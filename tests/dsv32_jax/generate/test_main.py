@@ -103,12 +103,37 @@ def test_a_conversation_goes_on_line_by_line(run, monkeypatch):
     assert "3 tokens drawn" in said.err
 
 
+def test_a_line_that_is_too_long_is_left_out_and_the_conversation_goes_on(run, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("x" * 70 + "\nhi\n"))
+    said = run("--chat", "--max-tokens", 3)
+    assert "[too long: " in said.out
+    assert "3 tokens drawn" in said.err
+
+
+@pytest.mark.parametrize("arguments", [["--prompt", "-"], ["--chat"]])
+def test_input_that_is_no_text_is_one_line(run, monkeypatch, arguments):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    said = run(*arguments, expected=1 if arguments == ["--chat"] else 2)
+    assert "standard input is not UTF-8" in said.err
+    assert "Traceback" not in said.err
+
+
+def test_a_conversation_must_end_in_what_a_model_answers(run, tmp_path):
+    path = tmp_path / "talk.json"
+    for last in ({"role": "assistant", "content": "x"}, {"role": "system", "content": "x"}):
+        path.write_text(json.dumps([{"role": "user", "content": "x"}, last]))
+        assert "the last message must be of user" in run("--messages", path, expected=2).err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([], "one of the arguments --prompt --messages --chat is required"),
         (["--prompt", "x", "--max-tokens", 0], "max_tokens=0 must be at least 1"),
         (["--prompt", "x", "--top-p", 2], "top_p=2.0 must be in"),
+        (["--prompt", "x", "--system", ""], "--system works with"),
+        (["--prompt", "x", "--top-k", 2**31], "top_k=2147483648 must be in"),
+        (["--prompt", "x", "--max-len", 10**12], "more than int32 can count"),
         (["--prompt", "x", "--thinking"], "--thinking works with --messages or --chat"),
         (["--messages", "nowhere.json"], "nowhere.json"),
         (["--chat", "--samples", 2], "--samples works with --prompt"),
@@ -140,7 +165,7 @@ def test_a_messages_file_may_hold_tools(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"tools": []}', '["x"]', "3"])
+@pytest.mark.parametrize("text", ["{", "[" * 100000, "[]", '{"tools": []}', '["x"]', "3"])
 def test_a_messages_file_of_another_form_is_refused(tmp_path, text):
     path = tmp_path / "talk.json"
     path.write_text(text)

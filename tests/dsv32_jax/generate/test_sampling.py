@@ -39,7 +39,9 @@ def expected_log_probs(logits, temperature, top_p, top_k):
 
 
 @pytest.mark.parametrize("temperature", [0, 0.5, 1.0, 3.0])
-@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.9, 0), (1.0, 7), (0.6, 20), (1e-6, 0)])
+@pytest.mark.parametrize(
+    ("top_p", "top_k"), [(1.0, 0), (0.9, 0), (1.0, 7), (0.6, 20), (1e-6, 0), (1e-300, 0)]
+)
 def test_the_distribution_is_that_of_a_loop(rng, temperature, top_p, top_k):
     logits = np.round(rng.normal(size=(4, V)), 1)  # rounded, so that there are ties
     settings = knobs(4, temperature, top_p, top_k)
@@ -102,7 +104,7 @@ def test_kept_sets_are_packed_eight_to_a_byte():
     ("field", "value"),
     [
         ("temperature", -1.0), ("temperature", 1e-9), ("temperature", math.nan), ("top_p", 0.0),
-        ("top_p", 1.5), ("top_k", -1), ("seed", -1), ("seed", 2**32), ("max_tokens", 0),
+        ("top_p", 1.5), ("top_k", -1), ("top_k", 2**31), ("seed", -1), ("seed", 2**32), ("max_tokens", 0),
     ],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(field, value):
