@@ -6,14 +6,13 @@ from typing import Any
 from dsv32_jax.config import ModelConfig, YarnConfig
 from dsv32_jax.convert import hf_config
 from dsv32_jax.convert.slots import StoredDtype
+from dsv32_jax.tokenizer import Tokenizer
 
 # What an official config.json says besides the architecture. Source: deepseek-ai/DeepSeek-V3.2 config.json.
 CONSTANTS: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
     "ep_size": 1,
     "hidden_act": "silu",
     "model_type": "deepseek_v32",
@@ -39,6 +38,7 @@ def official_config(
     dtype: StoredDtype,
     base: Mapping[str, Any] | None = None,
     *,
+    tokenizer: Tokenizer | None = None,
     keep_quantisation: bool = False,
 ) -> dict[str, Any]:
     """Translate a model's config to the official keys.
@@ -48,6 +48,7 @@ def official_config(
         dtype: Of the exported weights.
         base: The config.json that the checkpoint was converted from; keys that say nothing of the architecture are
             kept as they are there. None for a model trained from scratch.
+        tokenizer: That of a model without a base; None where it is not known.
         keep_quantisation: Keep the base's quantization_config, whose scales the export repeats.
 
     Returns:
@@ -56,6 +57,9 @@ def official_config(
     raw: dict[str, Any] = (CONSTANTS if base is None else dict(base)) | _sizes(cfg)
     if base is None:
         raw["max_position_embeddings"] = round(cfg.rope.factor * cfg.rope.original_len)
+        # Null where they are not known: left out, transformers takes DeepSeek's own, 0 and 1.
+        raw["bos_token_id"] = tokenizer.bos_id if tokenizer else None
+        raw["eos_token_id"] = tokenizer.eos_id if tokenizer else None
         raw |= _rope(cfg.rope)
     elif hf_config.parse_rope(dict(base)) != cfg.rope:
         raw.pop("rope_parameters", None)

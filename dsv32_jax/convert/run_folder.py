@@ -1,6 +1,7 @@
 """Find the checkpoint in the folder of a run or of a conversion, local or in a bucket."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ class RunFolder(NamedTuple):
         folder: Of the run.
         step: Of the checkpoint.
         cfg: The model.
+        tokenizer: Name or path of the one it was trained with, if the config names one.
         meta: Notes kept with the checkpoint.
         digest: Identifies the checkpoint: its manifest's text.
     """
@@ -29,6 +31,7 @@ class RunFolder(NamedTuple):
     folder: epath.Path
     step: epath.Path
     cfg: ModelConfig
+    tokenizer: str | None
     meta: dict[str, Any]
     digest: str
 
@@ -55,19 +58,27 @@ def find(path: epath.Path) -> RunFolder:
     else:
         folder = path.parent if path.name == CHECKPOINTS else path
         steps = _steps(folder / CHECKPOINTS)
-    cfg = _read_model(folder)
+    raw = _read_config(folder)
+    cfg = config_from_json(ModelConfig, raw["model"])
     reasons = []
     for step in steps:
         damage = _find_damage(step)
         if damage is None:
             meta = json.loads((step / "meta" / "metadata").read_text())
-            return RunFolder(folder, step, cfg, meta, (step / manifest.MANIFEST).read_text())
+            digest = (step / manifest.MANIFEST).read_text()
+            return RunFolder(folder, step, cfg, tokenizer_name(raw), meta, digest)
         reasons.append(f"{step.name}: {damage}")
     if not reasons:
         raise FileNotFoundError(f"{folder / CHECKPOINTS} holds no checkpoint")
     raise errors.WorkFailedError(
         f"no checkpoint in {folder / CHECKPOINTS} is whole ({'; '.join(reasons)})"
     )
+
+
+def tokenizer_name(raw: Mapping[str, Any]) -> str | None:
+    """Return the name or path of the tokenizer that a run's config.json names, if any."""
+    named = raw.get("data", {}).get("tokenizer")
+    return named if isinstance(named, str) else None
 
 
 def _steps(folder: epath.Path) -> list[epath.Path]:
@@ -84,7 +95,7 @@ def _find_damage(step: epath.Path) -> str | None:
     return None if (step / manifest.MANIFEST).is_file() else f"{manifest.MANIFEST} is missing"
 
 
-def _read_model(folder: epath.Path) -> ModelConfig:
+def _read_config(folder: epath.Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {CONFIG}")
@@ -94,4 +105,4 @@ def _read_model(folder: epath.Path) -> ModelConfig:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict) or "model" not in raw:
         raise ValueError(f"{path} has no model: {folder} is no training run or converted folder")
-    return config_from_json(ModelConfig, raw["model"])
+    return raw

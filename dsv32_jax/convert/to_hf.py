@@ -39,6 +39,7 @@ from dsv32_jax.convert.orbax_arrays import ArrayTree, Keys
 from dsv32_jax.convert.slots import SCALE_SUFFIX, WIDE, Slot, StoredDtype
 from dsv32_jax.convert.storage import Written
 from dsv32_jax.convert.workers import Items, Workers
+from dsv32_jax.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,13 @@ def check(folder: epath.Path, result: epath.Path, options: Options) -> Job:
     base = hf_config.read_raw(beside) if has_beside else None
     if base is not None:
         _check_base(base, beside, run.cfg)
-    config = official_config.official_config(run.cfg, dtype, base, keep_quantisation=keeps_fp8)
+    config = official_config.official_config(
+        run.cfg,
+        dtype,
+        base,
+        tokenizer=None if base else _tokenizer(run),
+        keep_quantisation=keeps_fp8,
+    )
     identity = {
         "checkpoint": hashlib.sha256(run.digest.encode()).hexdigest(),
         "dtype": dtype,
@@ -130,6 +137,17 @@ def check(folder: epath.Path, result: epath.Path, options: Options) -> Job:
     }
     names = [n for n in target.carried_files(beside) if n != "config.json"] if has_beside else []
     return Job(run, tree, result, table, dtypes, shards, config, (beside, names), identity)
+
+
+def _tokenizer(run: run_folder.RunFolder) -> Tokenizer | None:
+    """Load the tokenizer that a run was trained with, if it is still there."""
+    if run.tokenizer is None:
+        return None
+    try:
+        return load_tokenizer(run.tokenizer)
+    except FileNotFoundError as error:
+        logger.warning("config.json will not say which token ends a text: %s", error)
+        return None
 
 
 def _check_base(base: dict[str, Any], beside: epath.Path, cfg: ModelConfig) -> None:

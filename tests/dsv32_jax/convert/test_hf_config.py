@@ -13,6 +13,7 @@ from dsv32_jax.convert.hf_config import (
     scale_format,
 )
 from dsv32_jax.convert.official_config import official_config
+from dsv32_jax.tokenizer import ByteTokenizer
 
 YARN = {
     "factor": 40,
@@ -273,7 +274,16 @@ OTHER_KEYS = {
 def test_the_released_models_config_is_written_as_released():
     cfg = dataclasses.replace(config.v32_671b(), init_std=0.02)
 
-    assert official_config(cfg, "fp8") == RELEASED | OTHER_KEYS
+    raw = official_config(cfg, "fp8")
+
+    # Its tokens are not known here, and 0 and 1 would be another tokenizer's.
+    assert raw == RELEASED | OTHER_KEYS | {"bos_token_id": None, "eos_token_id": None}
+
+
+def test_the_tokens_that_open_and_end_a_text_are_the_tokenizers():
+    raw = official_config(config.tiny(), "bf16", tokenizer=ByteTokenizer())
+
+    assert (raw["bos_token_id"], raw["eos_token_id"]) == (256, 257)
 
 
 @pytest.mark.parametrize("name", sorted(config.PRESETS))

@@ -218,6 +218,29 @@ def test_the_config_of_a_run_is_the_official_one_of_its_model(training_run, conv
     assert dataclasses.replace(model.cfg, indexer=TINY.indexer) == TINY
 
 
+@pytest.mark.parametrize(
+    ("data", "ids"),
+    [
+        ({"tokenizer": "bytes"}, (256, 257)),
+        ({"tokenizer": "gone/"}, (None, None)),
+        ({}, (None, None)),
+    ],
+)
+def test_the_config_of_a_run_names_the_tokens_of_its_tokenizer(
+    training_run, convert, tmp_path, data, ids
+):
+    folder, _ = training_run(TINY)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"data": data}))
+
+    status, _, err = convert("to-hf", folder, tmp_path / "hf")
+
+    assert status == DONE
+    exported = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (exported["bos_token_id"], exported["eos_token_id"]) == ids
+    assert ("will not say which token ends a text" in err) == (data == {"tokenizer": "gone/"})
+
+
 def test_config_and_tokenizer_may_come_from_an_official_folder(
     official, draw, training_run, convert, tmp_path
 ):
