@@ -118,10 +118,11 @@ def do_share(items: Items, notes: journal.Journal, workers: Workers) -> int:
             if attempt + 1 == ATTEMPTS:
                 raise errors.WorkFailedError(f"{name}: {damage}, though it was written twice")
             logger.warning("converting %s again: %s", name, damage)
+        notes.add_verified(name for name in unsure if name not in damaged)
         if not damaged:
             break
-        _make(items, notes, workers, list(damaged))
-    notes.add_verified(unsure)
+        unsure = list(damaged)
+        _make(items, notes, workers, unsure)
     return len(share) - len(left)
 
 

@@ -94,6 +94,32 @@ def test_a_disk_that_never_holds_what_was_written_ends_the_work(tmp_path):
         workers.do_share(items, begin(folder), Workers(threads=2))
 
 
+def test_only_a_damaged_file_is_made_and_read_again(tmp_path, monkeypatch):
+    folder = epath.Path(tmp_path / "dst")
+    made: list[str] = []
+    read: list[str] = []
+    good = items_in(folder, made)
+
+    def make(name):
+        written = good.make(name)
+        if name == "tensor 6" and made.count(name) == 1:
+            storage.write(folder / name, b"y" * SIZES[name])
+        return written
+
+    def find_damage(folder, name, want):
+        read.append(name)
+        return find_damage_for_real(folder, name, want)
+
+    find_damage_for_real = storage.find_damage
+    monkeypatch.setattr(storage, "find_damage", find_damage)
+    items = Items(folder=folder, sizes=SIZES, files=good.files, make=make)
+
+    workers.do_share(items, begin(folder), Workers(threads=2))
+
+    assert Counter(made) == Counter(read) == Counter([*SIZES, "tensor 6"])
+    assert journal.Journal(folder).finished()[1] == SIZES.keys()
+
+
 def test_a_journal_is_bound_to_what_it_was_begun_with(tmp_path):
     folder = epath.Path(tmp_path / "dst")
     begin(folder, source="a", dtype="fp8")
