@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -251,27 +251,29 @@ def _prepare(job: Job) -> dict[str, Written]:
 
 def _convert_tensor(job: Job, slot: Slot) -> dict[str, Written]:
     """Convert one tensor with its scales; return its files."""
-    found = job.found.get(slot.name)
     if slot.place.copy:
         original = slot_table.original(job.layout.table, slot)
         transfer.check_copy(slot, job.found[slot.name].weight, job.found[original.name].weight)
         return {}
-    dtype = job.layout.dtypes[slot.place.path]
-    scales = None
-    if found is not None:
-        scales = transfer.read_scales(found, power_of_two=job.power_of_two)
     files: dict[str, Written] = {}
-    for part in range(slot.parts):
-        if found is not None:
-            chunk, chunk_scales = transfer.read_part(slot, part, found, scales, dtype)
-        else:
-            drawn = new_indexer.draw(slot, seed=job.options.seed, std=job.cfg.init_std)
-            rows = drawn[part * slot.rows : (part + 1) * slot.rows]
-            chunk, chunk_scales = transfer.store_rows(slot, rows, dtype)
+    for part, (chunk, chunk_scales) in enumerate(_parts(job, slot)):
         files |= _write(job, slot, job.layout.file(slot, part), chunk)
         if chunk_scales is not None:
             files |= _write(job, slot, job.layout.scale_file(slot, part), chunk_scales)
     return files
+
+
+def _parts(job: Job, slot: Slot) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """Yield what is stored of a tensor, part by part, with its scales where that is FP8."""
+    found, dtype = job.found.get(slot.name), job.layout.dtypes[slot.place.path]
+    if found is None:
+        drawn = new_indexer.draw(slot, seed=job.options.seed, std=job.cfg.init_std)
+        for rows in np.split(drawn, slot.parts):
+            yield transfer.store_rows(slot, rows, dtype)
+        return
+    scales = transfer.read_scales(found, power_of_two=job.power_of_two)
+    for part in range(slot.parts):
+        yield transfer.read_part(slot, part, found, scales, dtype)
 
 
 def _write(job: Job, slot: Slot, name: str, array: np.ndarray) -> dict[str, Written]:

@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from dsv32_jax import config, load_model, manifest, parameters
+from dsv32_jax.convert import new_indexer, slots
 
 ROOT = Path(__file__).parents[3]
 DONE = 0
@@ -163,6 +164,29 @@ def test_new_indexers_depend_on_the_seed_alone(official, draw, convert, tmp_path
 
     np.testing.assert_array_equal(draws[0], draws[1])
     assert not np.array_equal(draws[0], draws[2])
+
+
+def test_a_new_indexer_in_parts_is_drawn_once(official, draw, convert, tmp_path, monkeypatch):
+    folder, _ = v3(official, draw, tmp_path)
+    convert("from-hf", folder, tmp_path / "whole", *V3_OPTIONS)
+    drawn = []
+
+    def draw_indexer(slot, **options):
+        drawn.append(slot.name)
+        return draw_for_real(slot, **options)
+
+    draw_for_real = new_indexer.draw
+    monkeypatch.setattr(new_indexer, "draw", draw_indexer)
+    monkeypatch.setattr(slots, "PART_ELEMENTS", 1)
+    convert("from-hf", folder, tmp_path / "parts", *V3_OPTIONS)
+
+    assert len(drawn) == len(set(drawn)) == 15
+    whole, parts = (
+        parameters.flatten(load_model.load_model(tmp_path / name)).weights
+        for name in ("whole", "parts")
+    )
+    for name, want in whole.items():
+        np.testing.assert_array_equal(parts[name], want, err_msg=name)
 
 
 def test_scales_of_v3_may_be_any_positive_number(
