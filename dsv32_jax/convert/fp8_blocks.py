@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 BLOCK = 128  # DeepSeek-V3 config.json, weight_block_size
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E4M3_MAX = 448.0
-MIN_EXPONENT, MAX_EXPONENT = -126, 127  # of normal float32 numbers; ue8m0 also has 2^-127
+MIN_EXPONENT = -126  # of normal float32 numbers; the largest, 2^128 / 448 < 2^120, is normal anyway
 _VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 
 
@@ -83,7 +83,5 @@ def _scale_of(largest: Float[np.ndarray, " i"]) -> Float[np.ndarray, " i"]:
     # In float64 the quotient's mantissa is right, so that 448 * 2^k gives exactly 2^k.
     mantissa, exponent = np.frexp(largest.astype(np.float64) / E4M3_MAX)
     exponent = np.where(mantissa == 0.5, exponent - 1, exponent)
-    exponent = np.clip(exponent, MIN_EXPONENT, MAX_EXPONENT)
-    return np.exp2(exponent.astype(np.float64)).astype(
-        np.float32
-    )  # 1 for zero, whose exponent is 0
+    exponent = np.maximum(exponent, MIN_EXPONENT)
+    return np.ldexp(np.float32(1), exponent)  # 1 for zero, whose exponent is 0

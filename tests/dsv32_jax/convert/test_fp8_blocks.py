@@ -43,7 +43,7 @@ def test_a_scale_is_the_smallest_power_of_two_without_overflow(shape):
             assert math.log2(scales[i, j]).is_integer()
 
 
-@pytest.mark.parametrize("exponent", [-100, -20, 0, 3, 100])
+@pytest.mark.parametrize("exponent", [-100, -20, 0, 3, 100, 119])
 def test_448_times_a_power_of_two_has_that_power_as_its_scale(exponent):
     x = np.full((1, 1), 448 * 2.0**exponent, np.float32)
     q, scales = fp8_blocks.quantise(x)
