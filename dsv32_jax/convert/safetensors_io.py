@@ -70,56 +70,45 @@ def read_header(path: epath.Path) -> dict[str, Entry]:
             its shape, tensors overlap or leave gaps, or the file is shorter or longer than they need.
     """
     size = path.stat().length
-    header = _parse(path, size)
+    header, begin = _parse(path, size)
     header.pop("__metadata__", None)
-    spans = []
-    entries = {}
-    for name, raw in header.items():
-        entry, start, end = _entry(path, name, raw)
-        entries[name] = entry
-        spans.append((start, end, name))
-    at, begin = 0, size - _data_bytes(path, size)
-    for start, end, name in sorted(spans):
-        if start != at:
-            raise ValueError(f"{path}: {name} begins at byte {start} of the data instead of {at}")
-        if begin + end > size:
+    entries = {name: _entry(path, name, raw, begin) for name, raw in header.items()}
+    at = begin
+    for e in sorted(entries.values(), key=lambda e: (e.offset, e.nbytes)):
+        if e.offset != at:
             raise ValueError(
-                f"{path} is truncated: {name} ends at byte {begin + end}, the file has {size}"
+                f"{path}: {e.name} begins at byte {e.offset - begin} of the data instead of {at - begin}"
             )
-        at = end
-    if begin + at != size:
-        raise ValueError(f"{path} has {size - begin - at} bytes behind its last tensor")
-    return {
-        name: Entry(path, name, e.dtype, e.shape, begin + e.offset) for name, e in entries.items()
-    }
+        at += e.nbytes
+        if at > size:
+            raise ValueError(
+                f"{path} is truncated: {e.name} ends at byte {at}, the file has {size}"
+            )
+    if at != size:
+        raise ValueError(f"{path} has {size - at} bytes behind its last tensor")
+    return entries
 
 
-def _parse(path: epath.Path, size: int) -> dict[str, Any]:
-    length = size - _data_bytes(path, size) - LENGTH_BYTES
+def _parse(path: epath.Path, size: int) -> tuple[dict[str, Any], int]:
+    """Return the header and where the data begins."""
     with path.open("rb") as file:
-        file.seek(LENGTH_BYTES)
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+        begin = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if begin > min(LENGTH_BYTES + MAX_HEADER_BYTES, size):
+            raise ValueError(
+                f"{path} is not a readable safetensors file: {size} bytes cannot hold its header"
+            )
+        text = file.read(begin - LENGTH_BYTES)
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path} is not a readable safetensors file: its header is no object")
-    return header
+    return header, begin
 
 
-def _data_bytes(path: epath.Path, size: int) -> int:
-    """Return how many bytes follow the header."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-    if size < LENGTH_BYTES or length > MAX_HEADER_BYTES or LENGTH_BYTES + length > size:
-        raise ValueError(
-            f"{path} is not a readable safetensors file: {size} bytes cannot hold its header"
-        )
-    return size - LENGTH_BYTES - length
-
-
-def _entry(path: epath.Path, name: str, raw: Any) -> tuple[Entry, int, int]:
-    """Check one tensor's description; the entry's offset counts from the end of the header."""
+def _entry(path: epath.Path, name: str, raw: Any, begin: int) -> Entry:
+    """Check one tensor's description."""
     try:
         dtype, shape = raw["dtype"], tuple(raw["shape"])
         start, end = raw["data_offsets"]
@@ -130,12 +119,12 @@ def _entry(path: epath.Path, name: str, raw: Any) -> tuple[Entry, int, int]:
         raise ValueError(f"{path}: the header's entry of {name} is malformed")
     if dtype not in DTYPES:
         raise ValueError(f"{path}: {name} is {dtype}; only {', '.join(DTYPES)} can be read")
-    entry = Entry(path, name, dtype, shape, start)
+    entry = Entry(path, name, dtype, shape, begin + start)
     if end - start != entry.nbytes:
         raise ValueError(
             f"{path}: {name} has {end - start} bytes, its shape {list(shape)} in {dtype} needs {entry.nbytes}"
         )
-    return entry, start, end
+    return entry
 
 
 def read_rows(entry: Entry, first: int, count: int) -> np.ndarray:
