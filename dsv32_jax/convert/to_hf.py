@@ -88,7 +88,7 @@ class Job(NamedTuple):
     dtypes: Mapping[str, np.dtype]
     shards: Mapping[str, list[str]]
     config: dict[str, Any]
-    carried: tuple[epath.Path, list[str]] | None
+    carried: tuple[epath.Path, list[str]]
     identity: dict[str, Any]
 
 
@@ -327,9 +327,8 @@ def _index(job: Job) -> dict[str, Any]:
 def _finish(job: Job) -> None:
     """When all files are written and verified, add what makes the folder loadable."""
     storage.remove_partials(job.target)
-    if job.carried is not None:
-        folder, names = job.carried
-        target.carry(folder, job.target, names)
+    folder, names = job.carried
+    target.carry(folder, job.target, names)
     if not storage.is_remote(job.target):
         os.sync()
     index = json.dumps(_index(job), indent=2) + "\n"
