@@ -94,6 +94,11 @@ def is_indexer(name: str) -> bool:
     return ".indexer." in name
 
 
+def group_of(name: str) -> str:
+    """Return the field of `Parameters` that holds a parameter."""
+    return "router_bias" if name.endswith("gate.bias") else "weights"
+
+
 def flatten(model: DeepSeekV32) -> Parameters:
     """Name every array of a model.
 

@@ -134,7 +134,7 @@ def check(folder: epath.Path, result: epath.Path, options: Options) -> Job:
     optional = [] if has_indexer else [name for name in table if new_indexer.is_indexer(name)]
     found = source.find_tensors(folder, table, cfg, optional=optional)
     dtype = options.dtype or _source_dtype(found, table)
-    layout = target.plan_layout(table, found, cfg, dtype)
+    layout = target.plan_layout(table, found, dtype)
     identity = {"source": _digest(found), "config": raw, "tensors": len(found), "dtype": dtype}
     if len(found) < len(table):
         identity["seed"] = options.seed

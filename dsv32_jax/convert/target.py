@@ -41,16 +41,10 @@ class Layout:
     Attributes:
         table: Official tensors by name.
         dtypes: Stored dtype by parameter.
-        groups: "weights" or "router_bias" by parameter.
     """
 
     table: Mapping[str, Slot]
     dtypes: Mapping[str, np.dtype]
-    groups: Mapping[str, str]
-
-    def keys(self, path: str) -> Keys:
-        """Return a parameter's path in the tree."""
-        return ("parameters", self.groups[path], path)
 
     def files(self, name: str) -> dict[str, int]:
         """Return the sizes of the files that an official tensor fills, by name relative to the step's folder."""
@@ -67,7 +61,7 @@ class Layout:
 
     def file(self, slot: Slot, part: int) -> str:
         """Name the file of a part."""
-        return f"state/{orbax_arrays.chunk_file(self.keys(slot.place.path), slot.index(part))}"
+        return f"state/{orbax_arrays.chunk_file(keys_of(slot.place.path), slot.index(part))}"
 
     def scale_file(self, slot: Slot, part: int) -> str:
         """Name the file of a part's scales."""
@@ -76,10 +70,7 @@ class Layout:
 
 
 def plan_layout(
-    table: Mapping[str, Slot],
-    found: Mapping[str, Found],
-    cfg: ModelConfig,
-    dtype: StoredDtype,
+    table: Mapping[str, Slot], found: Mapping[str, Found], dtype: StoredDtype
 ) -> Layout:
     """Decide how each parameter is stored.
 
@@ -89,14 +80,11 @@ def plan_layout(
     Args:
         table: The model's tensors.
         found: The source's tensors.
-        cfg: The model.
         dtype: What was asked for.
 
     Returns:
         The layout.
     """
-    shapes = parameters.abstract(cfg)
-    groups = {name: kind for kind in shapes._fields for name in getattr(shapes, kind)}
     dtypes: dict[str, np.dtype] = {}
     for name, slot in table.items():
         path = slot.place.path
@@ -110,7 +98,12 @@ def plan_layout(
             dtypes[path] = WIDE["float32"]
         else:
             dtypes.setdefault(path, WIDE["bf16"])
-    return Layout(table=table, dtypes=dtypes, groups=groups)
+    return Layout(table=table, dtypes=dtypes)
+
+
+def keys_of(path: str) -> Keys:
+    """Return a parameter's path in the tree."""
+    return ("parameters", parameters.group_of(path), path)
 
 
 def write_frame(folder: epath.Path, layout: Layout, meta: Mapping[str, Any]) -> dict[str, Written]:
@@ -131,7 +124,7 @@ def write_frame(folder: epath.Path, layout: Layout, meta: Mapping[str, Any]) -> 
     files = {}
     for slot in layout.table.values():
         path = slot.place.path
-        keys, dtype = layout.keys(path), layout.dtypes[path]
+        keys, dtype = keys_of(path), layout.dtypes[path]
         if keys in shapes:
             continue
         shapes[keys] = slot.shape

@@ -35,7 +35,7 @@ from dsv32_jax.convert import slots as slot_table
 from dsv32_jax.convert import workers as workers_lib
 from dsv32_jax.convert.from_hf import Figures
 from dsv32_jax.convert.names import LAYER_NAME
-from dsv32_jax.convert.orbax_arrays import ArrayTree, Keys
+from dsv32_jax.convert.orbax_arrays import ArrayTree
 from dsv32_jax.convert.slots import SCALE_SUFFIX, WIDE, Slot, StoredDtype
 from dsv32_jax.convert.storage import Written
 from dsv32_jax.convert.workers import Items, Workers
@@ -159,15 +159,10 @@ def _check_base(base: dict[str, Any], beside: epath.Path, cfg: ModelConfig) -> N
         raise ValueError(f"{beside / 'config.json'} is of a model of other sizes than the weights")
 
 
-def _keys(slot: Slot) -> Keys:
-    group = "router_bias" if slot.place.path.endswith("gate.bias") else "weights"
-    return ("parameters", group, slot.place.path)
-
-
 def _check_arrays(run: run_folder.RunFolder, tree: ArrayTree, table: Any) -> None:
     """Compare the checkpoint's arrays with the config's."""
     for slot in {s.place.path: s for s in table}.values():
-        keys = _keys(slot)
+        keys = target.keys_of(slot.place.path)
         if keys not in tree.names:
             raise ValueError(f"checkpoint {run.step} has no {slot.place.path}")
         if tree.shape(keys) != slot.shape:
@@ -192,7 +187,7 @@ def _official_dtype(slot: Slot, dtype: StoredDtype, kept: ArrayTree | None) -> n
         return WIDE["float32"]
     if dtype == "fp8" and slot.quantised:
         return fp8_blocks.E4M3
-    return WIDE["bf16"] if kept is None else kept.dtype(_keys(slot))
+    return WIDE["bf16"] if kept is None else kept.dtype(target.keys_of(slot.place.path))
 
 
 def _tensors(slot: Slot, dtype: np.dtype) -> dict[str, Shape]:
@@ -302,7 +297,7 @@ def _content(job: Job, file: str) -> Iterator[np.ndarray]:
     """Yield a file's tensors part by part, each weight followed by its scales."""
     for name in job.shards[file]:
         slot, dtype = job.table[name], job.dtypes[name]
-        keys, made = _keys(slot), []
+        keys, made = target.keys_of(slot.place.path), []
         is_fp8 = job.tree.dtype(keys) == fp8_blocks.E4M3
         for part in range(slot.parts):
             scales = None

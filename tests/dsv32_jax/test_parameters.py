@@ -22,6 +22,8 @@ def test_flatten_and_assemble_are_inverses(cfg, model, params):
 def test_the_router_bias_is_no_weight(params):
     assert set(params.router_bias) == {"moe_layers.moe.gate.bias", "mtp.block.moe.gate.bias"}
     assert not any("gate.bias" in name for name in params.weights)
+    for group in params._fields:
+        assert {parameters.group_of(name) for name in getattr(params, group)} == {group}
 
 
 @pytest.mark.parametrize(("change", "name"), [("drop", "embed"), ("add", "extra")])
