@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
-STATE = "state"
 KINDS = "a folder in the official layout, a training run or converted checkpoint, its checkpoints, or one of them"
 
 
@@ -217,16 +216,16 @@ def _load_step(
     like = {"parameters": place(cfg)}
     wanted = checkpoint_tree.abstract_of(checkpoint_tree.to_nested_dict(like))
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        saved = checkpointer.metadata(step / STATE).item_metadata
+        saved = checkpointer.metadata(step / manifest.STATE).item_metadata
         wide = checkpoint_tree.to_nested_dict({"parameters": parameters.abstract(cfg)})
         mismatch = checkpoint_tree.find_mismatch(saved.tree, wide, partial=True)
         if mismatch:
             raise ValueError(f"checkpoint {step} does not fit the run's {CONFIG}: {mismatch}")
         if restore.is_quantised(saved.tree):
-            restored = restore.restore(step / STATE, wanted)
+            restored = restore.restore(step / manifest.STATE, wanted)
         else:
             restored = checkpointer.restore(
-                step / STATE,
+                step / manifest.STATE,
                 args=ocp.args.PyTreeRestore(
                     item=wanted,
                     restore_args=checkpoint_utils.construct_restore_args(wanted),

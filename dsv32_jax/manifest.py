@@ -10,8 +10,10 @@ from typing import Any
 from dsv32_jax import json_files
 
 MANIFEST = "manifest.json"
+STATE = "state"  # the folder of a checkpoint's arrays
+ORBAX_METADATA = "_CHECKPOINT_METADATA"
 # Orbax writes these two after it has asked for the manifest; neither is needed to restore.
-LATER_FILES = frozenset({"_CHECKPOINT_METADATA", "commit_success.txt"})
+LATER_FILES = frozenset({ORBAX_METADATA, "commit_success.txt"})
 CHUNK_BYTES = 8 << 20
 
 

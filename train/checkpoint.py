@@ -159,7 +159,7 @@ class Checkpoints:
         if step in self._known:
             return False
         items = {
-            "state": ocp.args.PyTreeSave(checkpoint_tree.to_nested_dict(state)),
+            manifest.STATE: ocp.args.PyTreeSave(checkpoint_tree.to_nested_dict(state)),
             "data_state": ocp.args.JsonSave(_checked_json("data_state", data_state)),
             "meta": ocp.args.JsonSave(_checked_json("meta", meta)),
         }
@@ -375,7 +375,7 @@ class Checkpoints:
 
     def _restore(self, step: int, abstract_state: Any, partial: bool) -> Restored:
         wanted = checkpoint_tree.abstract_of(checkpoint_tree.to_nested_dict(abstract_state))
-        saved = ocp.PyTreeCheckpointHandler().metadata(self._path(step) / "state")
+        saved = ocp.PyTreeCheckpointHandler().metadata(self._path(step) / manifest.STATE)
         mismatch = checkpoint_tree.find_mismatch(saved.tree, wanted, partial=partial)
         if mismatch:
             raise ValueError(f"checkpoint {self._path(step)} is of another model: {mismatch}")
@@ -394,12 +394,12 @@ class Checkpoints:
         )
         self._known.add(step)
         logger.info("restored checkpoint %s", self._path(step))
-        state = checkpoint_tree.from_nested_dict(items["state"], abstract_state)
+        state = checkpoint_tree.from_nested_dict(items[manifest.STATE], abstract_state)
         return Restored(step, state, items["data_state"], items["meta"])
 
     def _restore_quantised(self, step: int, wanted: Any, abstract_state: Any) -> Restored:
         """Restore a converted checkpoint whose weights are FP8 with scales."""
-        nested = restore.restore(self._path(step) / "state", wanted)
+        nested = restore.restore(self._path(step) / manifest.STATE, wanted)
         data_state, meta = (
             ocp.JsonCheckpointHandler().restore(self._path(step) / item)
             for item in ("data_state", "meta")

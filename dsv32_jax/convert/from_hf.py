@@ -33,8 +33,6 @@ from dsv32_jax.convert.workers import Items, Workers
 
 logger = logging.getLogger(__name__)
 
-FRAME_LAST = "_CHECKPOINT_METADATA"  # the last of the files that hold no tensor
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -208,7 +206,8 @@ def convert(job: Job, workers: Workers) -> Figures:
     if workers.is_first:
         frame = _prepare(job)
     else:
-        workers_lib.wait_for((job.step / FRAME_LAST).is_file)
+        # The last of the files that hold no tensor.
+        workers_lib.wait_for((job.step / manifest.ORBAX_METADATA).is_file)
     resumed = workers_lib.do_share(items, notes, workers)
     if workers.is_first:
         _finish(job, workers_lib.collect(items, notes) | frame)

@@ -22,13 +22,12 @@ from dsv32_jax.convert.source import Found
 from dsv32_jax.convert.storage import Written
 
 STEP = "checkpoints/0"
-STATE = f"{STEP}/state"
 OFFICIAL = "official"
 SCALES = "scales"
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 HANDLERS = "orbax.checkpoint._src.handlers"
 ITEM_HANDLERS = {
-    "state": f"{HANDLERS}.pytree_checkpoint_handler.PyTreeCheckpointHandler",
+    manifest.STATE: f"{HANDLERS}.pytree_checkpoint_handler.PyTreeCheckpointHandler",
     "data_state": f"{HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler",
     "meta": f"{HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler",
 }
@@ -61,12 +60,12 @@ class Layout:
 
     def file(self, slot: Slot, part: int) -> str:
         """Name the file of a part."""
-        return f"state/{orbax_arrays.chunk_file(keys_of(slot.place.path), slot.index(part))}"
+        return f"{manifest.STATE}/{orbax_arrays.chunk_file(keys_of(slot.place.path), slot.index(part))}"
 
     def scale_file(self, slot: Slot, part: int) -> str:
         """Name the file of a part's scales."""
         keys = (SCALES, slot.place.path)
-        return f"state/{orbax_arrays.chunk_file(keys, slot.scale_index(part))}"
+        return f"{manifest.STATE}/{orbax_arrays.chunk_file(keys, slot.scale_index(part))}"
 
 
 def plan_layout(
@@ -128,16 +127,16 @@ def write_frame(folder: epath.Path, layout: Layout, meta: Mapping[str, Any]) -> 
         if keys in shapes:
             continue
         shapes[keys] = slot.shape
-        files[f"state/{orbax_arrays.array_folder(keys)}/.zarray"] = orbax_arrays.zarr_metadata(
-            slot.shape, slot.chunks, dtype
+        files[f"{manifest.STATE}/{orbax_arrays.array_folder(keys)}/.zarray"] = (
+            orbax_arrays.zarr_metadata(slot.shape, slot.chunks, dtype)
         )
         if dtype == fp8_blocks.E4M3:
             keys = (SCALES, path)
             shapes[keys] = slot.scale_shape
-            files[f"state/{orbax_arrays.array_folder(keys)}/.zarray"] = orbax_arrays.zarr_metadata(
-                slot.scale_shape, slot.scale_chunks, WIDE["float32"]
+            files[f"{manifest.STATE}/{orbax_arrays.array_folder(keys)}/.zarray"] = (
+                orbax_arrays.zarr_metadata(slot.scale_shape, slot.scale_chunks, WIDE["float32"])
             )
-    files[f"state/{orbax_arrays.TREE_METADATA}"] = orbax_arrays.tree_metadata(shapes)
+    files[f"{manifest.STATE}/{orbax_arrays.TREE_METADATA}"] = orbax_arrays.tree_metadata(shapes)
     files["data_state/metadata"] = b"{}"
     files["meta/metadata"] = json.dumps(meta).encode()
     written = {}
@@ -147,7 +146,7 @@ def write_frame(folder: epath.Path, layout: Layout, meta: Mapping[str, Any]) -> 
         written[name] = storage.write_array(path, np.frombuffer(content, np.uint8))
     # Orbax adds this file after the manifest in a run's checkpoints, so it is not in the list here either.
     note = {"item_handlers": ITEM_HANDLERS, "metrics": {}, "custom_metadata": {}}
-    storage.write(folder / "_CHECKPOINT_METADATA", json.dumps(note).encode())
+    storage.write(folder / manifest.ORBAX_METADATA, json.dumps(note).encode())
     return written
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from dsv32_jax import errors, parameters
+from dsv32_jax import errors, manifest, parameters
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.convert import (
     fp8_blocks,
@@ -109,7 +109,7 @@ def check(folder: epath.Path, result: epath.Path, options: Options) -> Job:
         ValueError: If the folder is no run or an array does not fit the config.
     """
     run = run_folder.find(folder)
-    tree = ArrayTree(run.step / "state")
+    tree = ArrayTree(run.step / manifest.STATE)
     table = slot_table.slots(run.cfg)
     _check_arrays(run, tree, table.values())
     conversion = run.meta.get("conversion", {})
