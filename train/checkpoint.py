@@ -9,7 +9,6 @@ Written for many processes on one shared file system; run here with one process 
 """
 
 import contextlib
-import errno
 import json
 import logging
 import shutil
@@ -25,14 +24,13 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_utils
 
 from dsv32_jax import checkpoint_tree, errors, manifest
-from dsv32_jax.convert import restore
+from dsv32_jax.convert import restore, storage
 from train import retention
 
 logger = logging.getLogger(__name__)
 
 PARTIAL_SUFFIX = ".orbax-checkpoint-tmp"
 DAMAGED_SUFFIX = ".damaged"
-FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What Orbax and TensorStore raise when storage fails them; a full disk comes as a ValueError.
 STORAGE_ERRORS = (OSError, RuntimeError, ValueError)
 NO_STEP, NO_GOOD_STEP = -1, -2
@@ -420,7 +418,7 @@ def _checked_json(name: str, value: dict[str, Any]) -> dict[str, Any]:
 def _reason(error: BaseException) -> str:
     """Return the first line of why storage failed, with a full disk in plain words."""
     text = str(error)
-    full = isinstance(error, OSError) and error.errno in FULL_DISK
+    full = isinstance(error, OSError) and error.errno in storage.FULL_DISK
     if full or "No space left" in text or "quota exceeded" in text:
         return "the disk is full"
     return (text.splitlines() or [type(error).__name__])[0][:300]

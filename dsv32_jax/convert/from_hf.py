@@ -279,9 +279,8 @@ def _write(job: Job, slot: Slot, name: str, array: np.ndarray) -> dict[str, Writ
     try:
         return {name: storage.write_array(job.step / name, array)}
     except OSError as error:
-        reason = "the disk is full" if error.errno in storage.FULL_DISK else error.strerror or error
         raise errors.WorkFailedError(
-            f"{slot.name} could not be written to {job.step / name}: {reason}"
+            f"{slot.name} could not be written to {job.step / name}: {storage.reason(error)}"
         ) from error
 
 

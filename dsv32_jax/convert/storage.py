@@ -242,6 +242,11 @@ def file_names(folder: epath.Path) -> list[str]:
     return names
 
 
+def reason(error: OSError) -> str:
+    """Return why the storage refused, a full disk in plain words."""
+    return "the disk is full" if error.errno in FULL_DISK else error.strerror or str(error)
+
+
 def sizes(entries: Mapping[str, Written]) -> int:
     """Return the bytes of many files together."""
     return sum(entry.bytes for entry in entries.values())

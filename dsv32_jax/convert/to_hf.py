@@ -289,8 +289,9 @@ def _write_shard(job: Job, file: str) -> Written:
     try:
         return safetensors_io.write_file(path, _header(job, file), _content(job, file))
     except OSError as error:
-        reason = "the disk is full" if error.errno in storage.FULL_DISK else error.strerror or error
-        raise errors.WorkFailedError(f"{path} could not be written: {reason}") from error
+        raise errors.WorkFailedError(
+            f"{path} could not be written: {storage.reason(error)}"
+        ) from error
 
 
 def _content(job: Job, file: str) -> Iterator[np.ndarray]:
