@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 logger = logging.getLogger(__name__)
 
 
@@ -65,6 +67,30 @@ def replace_text(path: Path, text: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_object(path: Path | epath.Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Args:
+      path: the file, local or in a bucket.
+
+    Returns:
+      The object.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is not JSON, or no object.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} has no {path.name}")
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as error:  # covers broken JSON and broken UTF-8
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold an object")
+    return raw
 
 
 def line_of(row: Mapping[str, Any]) -> str:

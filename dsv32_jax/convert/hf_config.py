@@ -1,12 +1,12 @@
 """Read the official config.json, in its old form (rope_scaling) and its new one (rope_parameters)."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from etils import epath
 
+from dsv32_jax import json_files
 from dsv32_jax.config import IndexerConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 
 REQUIRED_VALUES = {
@@ -79,16 +79,7 @@ def read_raw(folder: str | os.PathLike) -> dict[str, Any]:
         FileNotFoundError: If there is no config.json.
         ValueError: If it is not JSON or no object.
     """
-    path = epath.Path(folder) / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no config.json")
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:  # covers broken JSON and broken UTF-8
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} must hold an object")
-    return raw
+    return json_files.read_object(epath.Path(folder) / "config.json")
 
 
 def add_indexer(raw: dict[str, Any], *, n_heads: int, head_dim: int, topk: int) -> dict[str, Any]:

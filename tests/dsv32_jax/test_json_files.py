@@ -26,6 +26,22 @@ def test_a_failed_write_leaves_the_old_file_and_no_partial_one(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_an_object_is_read_and_anything_else_refused_by_name(tmp_path):
+    path = tmp_path / "config.json"
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        json_files.read_object(path)
+    for content, message in [
+        (b"{", r"config\.json is not JSON: Expecting"), (b"\xff", "is not JSON: .*codec"),
+        (b"[1]", r"config\.json must hold an object"),
+    ]:  # fmt: skip
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            json_files.read_object(path)
+    path.write_text('{"a": [1]}')
+
+    assert json_files.read_object(path) == {"a": [1]}
+
+
 def test_a_torn_last_line_is_left_out_without_a_word(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
