@@ -1,6 +1,5 @@
 """Load a model from a folder: the official layout, or a training run and its checkpoints."""
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,20 +12,18 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from orbax.checkpoint import checkpoint_utils
 
-from dsv32_jax import checkpoint_tree, errors, manifest, parameters
+from dsv32_jax import checkpoint_tree, json_files, manifest, parameters
 from dsv32_jax.config import Dtype, ModelConfig
-from dsv32_jax.config_json import config_from_json
-from dsv32_jax.convert import restore, target
+from dsv32_jax.convert import restore, run_folder, storage, target
 from dsv32_jax.convert.hf_config import read_config
 from dsv32_jax.convert.load import load_official
+from dsv32_jax.convert.run_folder import CHECKPOINTS, CONFIG, RunFolder
 from dsv32_jax.model import DeepSeekV32
 from dsv32_jax.parameters import Parameters
 from dsv32_jax.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-CONFIG = "config.json"
-CHECKPOINTS = "checkpoints"
 KINDS = "a folder in the official layout, a training run or converted checkpoint, its checkpoints, or one of them"
 
 
@@ -61,22 +58,19 @@ def load_model(
     def place(cfg: ModelConfig) -> Parameters:
         return _layout(cfg, mesh, narrow=narrow)
 
-    if _is_step(path) and path.parent.name == CHECKPOINTS:
-        return _load_step(_whole(path), path.parent.parent, dtype, place)
-    if path.name == CHECKPOINTS:
-        return _load_step(_newest_whole(path), path.parent, dtype, place)
-    if not (path / CONFIG).is_file():
-        raise ValueError(f"{path} has no {CONFIG}; needed is {KINDS}")
-    if "model_type" in _read_json(path / CONFIG):
-        cfg = replace(read_config(path), dtype=dtype)
-        arrays = parameters.flatten(load_official(path, cfg))
-        return parameters.assemble(cfg, jax.tree.map(_put, arrays, place(cfg)))
-    if (path / CHECKPOINTS).is_dir():
-        return _load_step(_newest_whole(path / CHECKPOINTS), path, dtype, place)
-    raise ValueError(
-        f"{path} has no model_type in its {CONFIG}, as the official layout, and no {CHECKPOINTS} "
-        "folder, as a training run that has saved"
-    )
+    if path == run_folder.folder_of(path):
+        if not (path / CONFIG).is_file():
+            raise ValueError(f"{path} has no {CONFIG}; needed is {KINDS}")
+        if "model_type" in json_files.read_object(path / CONFIG):
+            cfg = replace(read_config(path), dtype=dtype)
+            arrays = parameters.flatten(load_official(path, cfg))
+            return parameters.assemble(cfg, jax.tree.map(_put, arrays, place(cfg)))
+        if not (path / CHECKPOINTS).is_dir():
+            raise ValueError(
+                f"{path} has no model_type in its {CONFIG}, as the official layout, and no {CHECKPOINTS} "
+                "folder, as a training run that has saved"
+            )
+    return _load_step(run_folder.find(storage.as_path(path), checksums=True), dtype, place)
 
 
 def _layout(cfg: ModelConfig, mesh: Mesh | None, *, narrow: bool) -> Parameters:
@@ -124,8 +118,8 @@ def load_tokenizer_of(path: Path, override: str | None = None) -> Tokenizer:
         if (folder / TOKENIZER_FILE).is_file():
             return load_tokenizer(str(folder))
     if (run / CONFIG).is_file():
-        named = _read_json(run / CONFIG).get("data", {}).get("tokenizer")
-        if isinstance(named, str):
+        named = run_folder.tokenizer_name(json_files.read_object(run / CONFIG))
+        if named is not None:
             return load_tokenizer(named)
     raise FileNotFoundError(f"{path} has no {TOKENIZER_FILE} and names none; give --tokenizer")
 
@@ -144,7 +138,7 @@ def saved_dtype(path: Path) -> Dtype:
     """
     run, official = folders_beside(path)
     for folder in (official, run):
-        raw = _read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+        raw = json_files.read_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
         if "model_type" in raw:
             named = raw.get("torch_dtype", raw.get("dtype"))
             return "float32" if named == "float32" else "bfloat16"
@@ -163,56 +157,15 @@ def folders_beside(path: Path) -> tuple[Path, Path]:
     Returns:
         (the run's or the official folder itself, the folder in it that a conversion carries official files in).
     """
-    path = path.absolute()
-    run = path.parent if _is_step(path) and path.parent.name == CHECKPOINTS else path
-    run = run.parent if run.name == CHECKPOINTS else run
+    run = run_folder.folder_of(path.absolute())
     return run, run / target.OFFICIAL
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} must hold an object")
-    return raw
-
-
-def _is_step(path: Path) -> bool:
-    return path.name.isdecimal() and path.is_dir()
-
-
-def _newest_whole(checkpoints: Path) -> Path:
-    """Return the newest step that agrees with its manifest."""
-    steps = [path for path in checkpoints.glob("*") if _is_step(path)]
-    if not steps:
-        raise FileNotFoundError(f"{checkpoints} holds no checkpoint")
-    reasons = []
-    for path in sorted(steps, key=lambda path: int(path.name), reverse=True):
-        damage = manifest.find_damage(path, checksums=True)
-        if damage is None:
-            return path
-        reasons.append(f"{path.name}: {damage}")
-        logger.warning("passing over checkpoint %s: %s", path, damage)
-    raise errors.WorkFailedError(f"no checkpoint in {checkpoints} is whole ({'; '.join(reasons)})")
-
-
-def _whole(step: Path) -> Path:
-    damage = manifest.find_damage(step, checksums=True)
-    if damage is not None:
-        raise errors.WorkFailedError(f"checkpoint {step} is damaged: {damage}")
-    return step
-
-
 def _load_step(
-    step: Path, run: Path, dtype: Dtype, place: Callable[[ModelConfig], Parameters]
+    run: RunFolder, dtype: Dtype, place: Callable[[ModelConfig], Parameters]
 ) -> DeepSeekV32:
     """Restore the parameters, and nothing else of the training state."""
-    raw = _read_json(run / CONFIG)
-    if "model" not in raw:
-        raise ValueError(f"{run / CONFIG} has no model, so {run} is no training run")
-    cfg = replace(config_from_json(ModelConfig, raw["model"]), dtype=dtype)
+    step, cfg = run.step, replace(run.cfg, dtype=dtype)
     like = {"parameters": place(cfg)}
     wanted = checkpoint_tree.abstract_of(checkpoint_tree.to_nested_dict(like))
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:

@@ -1,16 +1,19 @@
 """Find the checkpoint in the folder of a run or of a conversion, local or in a bucket."""
 
 import json
+import logging
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from etils import epath
 
-from dsv32_jax import errors, manifest
+from dsv32_jax import errors, json_files, manifest
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.config_json import config_from_json
 from dsv32_jax.convert import storage
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -36,43 +39,54 @@ class RunFolder(NamedTuple):
     digest: str
 
 
-def find(path: epath.Path) -> RunFolder:
-    """Find the newest whole checkpoint.
+def find(path: epath.Path, *, checksums: bool = False) -> RunFolder:
+    """Find the newest whole checkpoint, passing over damaged ones with a warning.
 
     Args:
         path: A run's folder, its checkpoints folder, or one step in there.
+        checksums: Read all files of a local checkpoint and compare their checksums with the manifest; otherwise only
+            presence and size.
 
     Returns:
-        The checkpoint. Files' presence and sizes have been compared with the manifest; checksums have not, because
-        that would read everything once more than the conversion does.
+        The checkpoint.
 
     Raises:
         FileNotFoundError: If there is no such folder or no checkpoint.
-        WorkFailedError: If no checkpoint is whole.
+        WorkFailedError: If no checkpoint is whole, or not the one that was asked for.
         ValueError: If the config cannot be read or is no run's.
     """
     if not path.is_dir():
         raise FileNotFoundError(f"no folder {path}")
-    if path.name.isdecimal() and path.parent.name == CHECKPOINTS:
-        steps, folder = [path], path.parent.parent
-    else:
-        folder = path.parent if path.name == CHECKPOINTS else path
-        steps = _steps(folder / CHECKPOINTS)
-    raw = _read_config(folder)
+    folder = folder_of(path)
+    raw = json_files.read_object(folder / CONFIG)
+    if "model" not in raw:
+        raise ValueError(
+            f"{folder / CONFIG} has no model: {folder} is no training run or converted folder"
+        )
     cfg = config_from_json(ModelConfig, raw["model"])
-    reasons = []
-    for step in steps:
-        damage = _find_damage(step)
-        if damage is None:
-            meta = json.loads((step / "meta" / "metadata").read_text())
-            digest = (step / manifest.MANIFEST).read_text()
-            return RunFolder(folder, step, cfg, tokenizer_name(raw), meta, digest)
-        reasons.append(f"{step.name}: {damage}")
-    if not reasons:
-        raise FileNotFoundError(f"{folder / CHECKPOINTS} holds no checkpoint")
-    raise errors.WorkFailedError(
-        f"no checkpoint in {folder / CHECKPOINTS} is whole ({'; '.join(reasons)})"
-    )
+    if path == folder or path.name == CHECKPOINTS:
+        step = _newest_whole(folder / CHECKPOINTS, checksums=checksums)
+    elif damage := _find_damage(path, checksums=checksums):
+        raise errors.WorkFailedError(f"checkpoint {path} is damaged: {damage}")
+    else:
+        step = path
+    meta = json.loads((step / "meta" / "metadata").read_text())
+    digest = (step / manifest.MANIFEST).read_text()
+    return RunFolder(folder, step, cfg, tokenizer_name(raw), meta, digest)
+
+
+def folder_of[P: PurePath](path: P) -> P:
+    """Return the folder of the run that a folder belongs to.
+
+    Args:
+        path: A run's folder, its checkpoints folder, or one step in there; absolute.
+
+    Returns:
+        The run's folder.
+    """
+    if path.name.isdecimal() and path.parent.name == CHECKPOINTS:
+        path = path.parent
+    return path.parent if path.name == CHECKPOINTS else path
 
 
 def tokenizer_name(raw: Mapping[str, Any]) -> str | None:
@@ -81,28 +95,23 @@ def tokenizer_name(raw: Mapping[str, Any]) -> str | None:
     return named if isinstance(named, str) else None
 
 
-def _steps(folder: epath.Path) -> list[epath.Path]:
-    """Return the steps' folders, newest first."""
-    if not folder.is_dir():
-        return []
-    steps = [path for path in folder.iterdir() if path.name.isdecimal()]
-    return sorted(steps, key=lambda path: int(path.name), reverse=True)
+def _newest_whole(folder: epath.Path, *, checksums: bool) -> epath.Path:
+    """Return the newest step that agrees with its manifest."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    steps = [path for path in paths if path.name.isdecimal() and path.is_dir()]
+    if not steps:
+        raise FileNotFoundError(f"{folder} holds no checkpoint")
+    reasons = []
+    for step in sorted(steps, key=lambda path: int(path.name), reverse=True):
+        damage = _find_damage(step, checksums=checksums)
+        if damage is None:
+            return step
+        reasons.append(f"{step.name}: {damage}")
+        logger.warning("passing over checkpoint %s: %s", step, damage)
+    raise errors.WorkFailedError(f"no checkpoint in {folder} is whole ({'; '.join(reasons)})")
 
 
-def _find_damage(step: epath.Path) -> str | None:
+def _find_damage(step: epath.Path, *, checksums: bool) -> str | None:
     if not storage.is_remote(step):
-        return manifest.find_damage(Path(step), checksums=False)
+        return manifest.find_damage(Path(step), checksums=checksums)
     return None if (step / manifest.MANIFEST).is_file() else f"{manifest.MANIFEST} is missing"
-
-
-def _read_config(folder: epath.Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no {CONFIG}")
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict) or "model" not in raw:
-        raise ValueError(f"{path} has no model: {folder} is no training run or converted folder")
-    return raw

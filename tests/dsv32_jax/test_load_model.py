@@ -172,7 +172,7 @@ def test_a_folder_of_neither_kind_is_refused(tmp_path):
 def test_checkpoints_beside_another_programs_config_are_refused(run):
     (run / "config.json").write_text('{"model_type": "other"}')
 
-    with pytest.raises(ValueError, match=r"has no model, so .*run is no training run"):
+    with pytest.raises(ValueError, match=r"has no model: .*run is no training run"):
         load_model.load_model(run / "checkpoints")
 
 
@@ -199,7 +199,7 @@ def test_a_run_that_has_saved_nothing_is_told_apart_from_a_damaged_one(run):
 def test_checkpoints_without_their_runs_config_are_refused(run):
     (run / "config.json").unlink()
 
-    with pytest.raises(FileNotFoundError, match=r"run/config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"run has no config\.json"):
         load_model.load_model(run / "checkpoints")
 
 
