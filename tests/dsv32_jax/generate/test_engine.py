@@ -221,9 +221,7 @@ def test_the_queue_is_bounded(model):
         engine.submit([1], SamplingParams())
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("n_slots", 0), ("max_len", 1), ("max_len", 161), ("mode", "window")]
-)
+@pytest.mark.parametrize(("field", "value"), [("n_slots", 0), ("max_len", 1), ("max_len", 161)])
 def test_a_config_that_makes_no_sense_is_refused(field, value):
     with pytest.raises(ValueError, match=field):
         dataclasses.replace(CFG, **{field: value})
