@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent import futures
 from typing import NamedTuple
 
@@ -10,13 +10,13 @@ from etils import epath
 
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.convert import safetensors_io
-from dsv32_jax.convert.names import LAYER_NAME
 from dsv32_jax.convert.safetensors_io import Entry
 from dsv32_jax.convert.slots import SCALE_SUFFIX, Slot
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 HEADER_THREADS = 16
+MTP_NAME = "eh_proj.weight"  # of the MTP layer alone; a main layer beyond the config's count has none
 
 
 class Found(NamedTuple):
@@ -97,7 +97,7 @@ def find_tensors(
         raise ValueError(f"{folder} lacks {len(missing)} tensors of the model, first {missing[0]}")
     found = {name: _find(folder, table[name], entries) for name in table if name in entries}
     used = set(found) | {f.scale.name for f in found.values() if f.scale is not None}
-    unknown = sorted(name for name in set(files) - used if not _is_beyond(name, cfg))
+    unknown = sorted(set(files) - used - _passed_over(files, cfg))
     if unknown:
         raise ValueError(
             f"{folder} has {len(unknown)} tensors the model does not know, first {unknown[0]} "
@@ -154,7 +154,9 @@ def _check_shape(entry: Entry, want: tuple[int, ...]) -> None:
         )
 
 
-def _is_beyond(name: str, cfg: ModelConfig) -> bool:
-    """Tell whether a tensor belongs to an MTP layer that the config does not declare."""
-    match = LAYER_NAME.match(name)
-    return not cfg.mtp and match is not None and int(match[1]) >= cfg.n_layers
+def _passed_over(files: Collection[str], cfg: ModelConfig) -> set[str]:
+    """Return the tensors of an MTP layer that the config does not declare."""
+    prefix = f"model.layers.{cfg.n_layers}."
+    if cfg.mtp or prefix + MTP_NAME not in files:
+        return set()
+    return {name for name in files if name.startswith(prefix)}

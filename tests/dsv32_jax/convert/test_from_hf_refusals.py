@@ -116,6 +116,10 @@ def test_a_bad_tensor_is_named_in_one_line_and_leaves_nothing_whole(
         (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "must hold a weight_map"),
         (lambda f: cut(f / "model-00003-of-000003.safetensors", 10), "00003-of-000003.*truncated"),
         (lambda f: cut(f / "model-00003-of-000003.safetensors", 0), "00003-of-000003.*not a readable"),
+        (
+            lambda f: settings(f, num_hidden_layers=1, num_nextn_predict_layers=0),
+            "does not know, first model.layers.1.input_layernorm.weight in model-0000",
+        ),
         (lambda f: quantisation(f, fmt="e5m2"), "quantization_config.fmt='e5m2' is not supported"),
         (lambda f: quantisation(f, weight_block_size=[64, 64]), "weight_block_size=.64, 64. is not"),
     ],
@@ -136,6 +140,11 @@ def test_a_broken_folder_is_refused_before_anything_is_written(
 def cut(path, n_bytes):
     content = path.read_bytes()
     path.write_bytes(content[: len(content) - n_bytes] if n_bytes else b"")
+
+
+def settings(folder, **changes):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | changes))
 
 
 def quantisation(folder, **changes):
