@@ -1,18 +1,19 @@
 """Convert an official folder to a sharded Orbax checkpoint, tensor by tensor in bounded memory."""
 
 import hashlib
+import itertools
 import json
 import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
 
-from dsv32_jax import errors, manifest
+from dsv32_jax import errors, json_files, manifest
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.convert import (
     hf_config,
@@ -25,6 +26,7 @@ from dsv32_jax.convert import (
 )
 from dsv32_jax.convert import slots as slot_table
 from dsv32_jax.convert import workers as workers_lib
+from dsv32_jax.convert.run_folder import CONFIG
 from dsv32_jax.convert.slots import Slot, StoredDtype
 from dsv32_jax.convert.source import Found
 from dsv32_jax.convert.storage import Written
@@ -238,14 +240,21 @@ def _items(job: Job) -> Items:
 
 def _prepare(job: Job) -> dict[str, Written]:
     """Write what is no tensor: folders, metadata, the files that came with the weights."""
-    target.carry(job.source, job.target / target.OFFICIAL, target.carried_files(job.source))
+    target.carry(job.source, job.target / target.OFFICIAL, _carried(job))
     # With indexers where the source had none, so that the folder describes the weights.
     content = (json.dumps(job.raw, indent=2) + "\n").encode()
-    storage.write(job.target / target.OFFICIAL / "config.json", content)
+    storage.write(job.target / target.OFFICIAL / CONFIG, content)
     note = {"folder": str(job.source), "dtype": job.identity["dtype"]}
     target.write_config(job.target, job.cfg, note)
-    meta = {"stage": None, "conversion": job.identity}
-    return target.write_frame(job.step, job.layout, meta)
+    return target.write_frame(job.step, _frame(job))
+
+
+def _frame(job: Job) -> dict[str, bytes]:
+    return target.frame(job.layout, {"stage": None, "conversion": job.identity})
+
+
+def _carried(job: Job) -> list[str]:
+    return [name for name in target.carried_files(job.source) if name != CONFIG]
 
 
 def _convert_tensor(job: Job, slot: Slot) -> dict[str, Written]:
@@ -293,14 +302,43 @@ def _finish(job: Job, files: Mapping[str, Written]) -> None:
 
 
 def _verify_finished(job: Job, items: Items, workers: Workers) -> None:
-    """Check a result that is there already."""
-    content = json.loads((job.step / manifest.MANIFEST).read_text())
-    files = {n: Written(e["bytes"], e["crc32"]) for n, e in content["files"].items()}
-    tensors = {name: {file: files.get(file) for file in items.files(name)} for name in items.sizes}
-    missing = [file for entries in tensors.values() for file, entry in entries.items() if not entry]
-    if missing:
-        raise errors.WorkFailedError(f"{job.target} lacks {missing[0]}; remove it to convert again")
-    if workers.is_first:
-        whole = {n: {f: e for f, e in entries.items() if e} for n, entries in tensors.items()}
-        for damage in workers_lib.find_damaged(items, whole, workers.threads).values():
-            raise errors.WorkFailedError(f"{damage}; remove {job.target} to convert again")
+    """Check a result that is there already: the first process, every file."""
+    if not workers.is_first:
+        return
+    damage = _find_damage(job, items, workers)
+    if damage is not None:
+        raise errors.WorkFailedError(f"{damage}; remove {job.target} to convert again")
+
+
+def _find_damage(job: Job, items: Items, workers: Workers) -> str | None:
+    """Return what is wrong with a result, if anything."""
+    try:
+        files = target.read_manifest(job.step)
+    except ValueError as error:
+        return str(error)
+    frame = _frame(job)
+    tensors = {name: items.files(name) for name in items.sizes}
+    for name in itertools.chain(frame, *tensors.values()):
+        if name not in files:
+            return f"{job.step / manifest.MANIFEST} lacks {name}"
+    for name in frame:
+        if damage := storage.find_damage(job.step, name, files[name]):
+            return damage
+    written = {item: {name: files[name] for name in names} for item, names in tensors.items()}
+    damaged = workers_lib.find_damaged(items, written, workers.threads)
+    return next(iter(damaged.values()), None) or _find_damage_beside(job)
+
+
+def _find_damage_beside(job: Job) -> str | None:
+    """Check what lies beside the manifest and its files."""
+    if not (job.step / manifest.ORBAX_METADATA).is_file():
+        return f"{job.step / manifest.ORBAX_METADATA} is missing"
+    official = job.target / target.OFFICIAL
+    try:
+        if json_files.read_object(job.target / CONFIG).get("model") != asdict(job.cfg):
+            return f"{job.target / CONFIG} is not of the model that was converted"
+        if json_files.read_object(official / CONFIG) != job.raw:
+            return f"{official / CONFIG} is not that of the model that was converted"
+    except (ValueError, FileNotFoundError) as error:
+        return str(error)
+    return target.find_uncarried(job.source, official, _carried(job))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from dsv32_jax import manifest, parameters
+from dsv32_jax import json_files, manifest, parameters
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.convert import fp8_blocks, orbax_arrays, source, storage
 from dsv32_jax.convert.orbax_arrays import Keys
@@ -105,19 +105,15 @@ def keys_of(path: str) -> Keys:
     return ("parameters", parameters.group_of(path), path)
 
 
-def write_frame(folder: epath.Path, layout: Layout, meta: Mapping[str, Any]) -> dict[str, Written]:
-    """Write everything of the step but the arrays' chunks and the manifest.
+def frame(layout: Layout, meta: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return everything that the manifest lists but the arrays' chunks.
 
     Args:
-        folder: The step's folder.
         layout: How the tensors are stored.
         meta: Notes that are kept with the checkpoint.
 
     Returns:
-        The files, by name relative to the folder.
-
-    Raises:
-        OSError: If the storage refuses.
+        Content by name relative to the step's folder.
     """
     shapes: dict[Keys, tuple[int, ...]] = {}
     files = {}
@@ -139,6 +135,22 @@ def write_frame(folder: epath.Path, layout: Layout, meta: Mapping[str, Any]) -> 
     files[f"{manifest.STATE}/{orbax_arrays.TREE_METADATA}"] = orbax_arrays.tree_metadata(shapes)
     files["data_state/metadata"] = b"{}"
     files["meta/metadata"] = json.dumps(meta).encode()
+    return files
+
+
+def write_frame(folder: epath.Path, files: Mapping[str, bytes]) -> dict[str, Written]:
+    """Write everything of the step but the arrays' chunks and the manifest.
+
+    Args:
+        folder: The step's folder.
+        files: What `frame` returns.
+
+    Returns:
+        The files, by name relative to the folder.
+
+    Raises:
+        OSError: If the storage refuses.
+    """
     written = {}
     for name, content in files.items():
         path = folder / name
@@ -173,6 +185,27 @@ def write_manifest(folder: epath.Path, files: Mapping[str, Written]) -> None:
     storage.write(folder / manifest.MANIFEST, json.dumps(content, indent=1).encode())
 
 
+def read_manifest(folder: epath.Path) -> dict[str, Written]:
+    """Read the list of files that makes the checkpoint whole; it may lie in a bucket.
+
+    Args:
+        folder: The step's folder.
+
+    Returns:
+        All its files.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    path = folder / manifest.MANIFEST
+    raw = json_files.read_object(path)
+    try:
+        files = {name: Written(e["bytes"], e["crc32"]) for name, e in raw["files"].items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged") from error
+    return files
+
+
 def carry(folder: epath.Path, target: epath.Path, names: Iterable[str]) -> None:
     """Copy the files that come with the weights.
 
@@ -183,6 +216,27 @@ def carry(folder: epath.Path, target: epath.Path, names: Iterable[str]) -> None:
     """
     for name in names:
         storage.copy(folder / name, target / name)
+
+
+def find_uncarried(folder: epath.Path, target: epath.Path, names: Iterable[str]) -> str | None:
+    """Compare the sizes of the files that came with the weights with their source's.
+
+    Args:
+        folder: Where they were.
+        target: Where they went.
+        names: Which, relative to the folder.
+
+    Returns:
+        What is wrong with the first bad file, or None.
+    """
+    for name in names:
+        path = target / name
+        if not path.is_file():
+            return f"{path} is missing"
+        size, want = path.stat().length, (folder / name).stat().length
+        if size != want:
+            return f"{path} has {size} bytes instead of {want}"
+    return None
 
 
 def carried_files(folder: epath.Path) -> list[str]:

@@ -83,18 +83,41 @@ def test_a_killed_conversion_goes_on_and_gives_the_same_bytes(
     assert all_bytes(target) == all_bytes(tmp_path / "whole")
 
 
+STEP = "checkpoints/0"
+DAMAGES = {
+    f"{STEP}/state/parameters.weights.head/0.0": "does not hold what was written",
+    f"{STEP}/state/parameters.weights.head/.zarray": None,
+    f"{STEP}/state/_METADATA": "does not hold what was written",
+    f"{STEP}/meta/metadata": None,
+    f"{STEP}/_CHECKPOINT_METADATA": None,
+    f"{STEP}/manifest.json": "manifest.json is not JSON",
+    "config.json": "is not JSON",
+    "official/config.json": None,
+    "official/tokenizer.json": None,
+}
+
+
 def test_a_finished_conversion_is_checked_and_damage_is_named(official_fp8, convert, tmp_path):
     folder, _, _ = official_fp8()
     convert("from-hf", folder, tmp_path / "dst")
 
-    status, out, _ = convert("from-hf", folder, tmp_path / "dst")
-    assert (status, "was converted before and is whole" in out) == (DONE, True)
+    status, out, err = convert("from-hf", folder, tmp_path / "dst")
+    assert (status, "was converted before and is whole" in out) == (DONE, True), err
 
-    path = next((tmp_path / "dst").rglob("parameters.weights.head/0.0"))
-    path.write_bytes(b"\0" + path.read_bytes()[1:])
-    status, _, err = convert("from-hf", folder, tmp_path / "dst")
-    assert status == FAILED
-    assert "parameters.weights.head/0.0 does not hold what was written" in err
+    for name, message in DAMAGES.items():
+        path = tmp_path / "dst" / name
+        content = path.read_bytes()
+        path.unlink()
+        if message is not None:
+            path.write_bytes(b"\0" + content[1:])
+        status, _, err = convert("from-hf", folder, tmp_path / "dst")
+        assert status == FAILED, name
+        line = err.splitlines()[-1]
+        assert line.startswith("error: "), line
+        assert path.name in line, line
+        assert (message or path.name) in line, line
+        assert line.endswith(f"remove {tmp_path / 'dst'} to convert again"), line
+        path.write_bytes(content)
 
 
 def test_a_file_that_does_not_hold_what_was_written_is_written_again(
