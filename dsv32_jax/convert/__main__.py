@@ -91,7 +91,8 @@ def _run_from_hf(args: argparse.Namespace, boundary: command_line.Boundary) -> N
     if (loss := from_hf.rounding(job)) is not None:
         logger.info("%s", loss)
     boundary.started = True
-    _report(from_hf.convert(job, team), args, str(job.identity["dtype"]))
+    done_before = "was converted before and is whole"
+    _report(from_hf.convert(job, team), args, str(job.identity["dtype"]), done_before)
 
 
 def _run_to_hf(args: argparse.Namespace, boundary: command_line.Boundary) -> None:
@@ -101,7 +102,8 @@ def _run_to_hf(args: argparse.Namespace, boundary: command_line.Boundary) -> Non
     job = to_hf.check(storage.as_path(args.source), storage.as_path(args.target), options)
     _check_apart(args)
     boundary.started = True
-    _report(to_hf.convert(job, team), args, str(job.identity["dtype"]))
+    done_before = "was converted before and its headers agree, weights were not read again"
+    _report(to_hf.convert(job, team), args, str(job.identity["dtype"]), done_before)
 
 
 def _check_apart(args: argparse.Namespace) -> None:
@@ -110,12 +112,12 @@ def _check_apart(args: argparse.Namespace) -> None:
         raise errors.UsageError("SRC and DST must be folders of their own, none inside the other")
 
 
-def _report(figures: Figures, args: argparse.Namespace, dtype: str) -> None:
+def _report(figures: Figures, args: argparse.Namespace, dtype: str, done_before: str) -> None:
     if command_line.process_index():
         return
     size = f"{figures.tensors} tensors as {dtype}, {figures.bytes / 1e9:.2f} GB"
     if figures.resumed and not figures.seconds:
-        line = f"{args.target} was converted before and is whole: {size}"
+        line = f"{args.target} {done_before}: {size}"
     else:
         seconds = max(figures.seconds, 1e-9)
         rate = figures.bytes / seconds / 1e9

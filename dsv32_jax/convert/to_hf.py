@@ -339,6 +339,8 @@ def _check_finished(job: Job) -> None:
         whole = json.loads((job.target / source.INDEX_FILE).read_text()) == _index(job)
         whole &= hf_config.read_raw(job.target) == job.config
         source.find_tensors(job.target, job.table, job.run.cfg)
+        if damage := target.find_uncarried(job.carried[0], job.target, job.carried[1]):
+            raise ValueError(damage)
     except (ValueError, OSError) as error:
         raise errors.WorkFailedError(
             f"{job.target} holds a damaged export: {error}; remove it to convert again"

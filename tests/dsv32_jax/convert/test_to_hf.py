@@ -394,10 +394,15 @@ def test_a_finished_export_is_checked_and_damage_is_named(converted, convert, tm
     convert("to-hf", middle, tmp_path / "back")
 
     status, out, _ = convert("to-hf", middle, tmp_path / "back")
-    assert (status, "was converted before and is whole" in out) == (DONE, True)
+    assert (status, "its headers agree, weights were not read again" in out) == (DONE, True)
 
     status, _, err = convert("to-hf", middle, tmp_path / "back", "--dtype", "bf16")
     assert (status, "holds an export of another checkpoint" in err) == (WRONG_USAGE, True)
+
+    (tmp_path / "back" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    status, _, err = convert("to-hf", middle, tmp_path / "back")
+    assert (status, "tokenizer.json is missing; remove it" in err) == (FAILED, True)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "back" / "tokenizer.json")
 
     path = next((tmp_path / "back").glob("*.safetensors"))
     os.truncate(path, path.stat().st_size - 1)
