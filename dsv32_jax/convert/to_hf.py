@@ -24,6 +24,7 @@ from dsv32_jax.convert import (
     hf_config,
     journal,
     official_config,
+    pool,
     run_folder,
     safetensors_io,
     source,
@@ -252,6 +253,8 @@ def convert(job: Job, workers: Workers) -> Figures:
         return Figures(len(job.table), size, 0.0, len(items.sizes))
     if not workers.is_first:
         workers_lib.wait_for(notes.has_begun)
+    else:
+        _check_content(job, workers.threads)
     notes.begin(job.identity)
     workers_lib.check_space(items, notes.finished()[0])
     resumed = workers_lib.do_share(items, notes, workers)
@@ -262,6 +265,23 @@ def convert(job: Job, workers: Workers) -> Figures:
     else:
         workers_lib.wait_for(lambda: not notes.has_begun())
     return Figures(len(job.table), size, time.monotonic() - begun, resumed)
+
+
+def _check_content(job: Job, threads: int) -> None:
+    """Read the whole checkpoint and compare its checksums with the manifest, where that has them."""
+    files = target.read_manifest(job.run.step)
+    progress = pool.Progress("checking", storage.sizes(files))
+
+    def check(name: str) -> None:
+        damage = storage.find_damage(job.run.step, name, files[name])
+        if damage is not None:
+            raise errors.WorkFailedError(f"checkpoint {job.run.step} is damaged: {damage}")
+        progress.add(files[name].bytes)
+
+    try:
+        pool.run_all(check, list(files), threads=threads)
+    finally:
+        progress.close()
 
 
 def _items(job: Job) -> Items:

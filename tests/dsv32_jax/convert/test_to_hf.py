@@ -281,6 +281,13 @@ def drop_model(folder):
     (folder / "config.json").write_text("{}")
 
 
+def flip_bit(folder):
+    path = max((folder / "checkpoints").rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def other_width(folder):
     raw = json.loads((folder / "config.json").read_text())
     raw["model"]["dim"] = 40
@@ -291,6 +298,7 @@ def other_width(folder):
     ("break_it", "status", "message"),
     [
         (drop_manifest, FAILED, r"is whole \(7: manifest\.json is missing\)"),
+        (flip_bit, FAILED, r"7 is damaged: .*/d/\S+ does not hold what was written"),
         (drop_model, WRONG_USAGE, r"config\.json has no model: .* is no training run"),
         (other_width, WRONG_USAGE, r"embed has shape \[97, 32\], the config asks for \[97, 40\]"),
     ],
