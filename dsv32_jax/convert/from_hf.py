@@ -243,6 +243,7 @@ def _prepare(job: Job) -> dict[str, Written]:
     target.carry(job.source, job.target / target.OFFICIAL, _carried(job))
     # With indexers where the source had none, so that the folder describes the weights.
     content = (json.dumps(job.raw, indent=2) + "\n").encode()
+    (job.target / target.OFFICIAL).mkdir(parents=True, exist_ok=True)
     storage.write(job.target / target.OFFICIAL / CONFIG, content)
     note = {"folder": str(job.source), "dtype": job.identity["dtype"]}
     target.write_config(job.target, job.cfg, note)
@@ -250,7 +251,13 @@ def _prepare(job: Job) -> dict[str, Written]:
 
 
 def _frame(job: Job) -> dict[str, bytes]:
-    return target.frame(job.layout, {"stage": None, "conversion": job.identity})
+    kept = any(found.scale is not None for found in job.found.values())
+    meta = {
+        "stage": None,
+        "conversion": job.identity,
+        target.POWER_OF_TWO: job.power_of_two or not kept,  # those made here are
+    }
+    return target.frame(job.layout, meta)
 
 
 def _carried(job: Job) -> list[str]:

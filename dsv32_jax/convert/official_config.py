@@ -40,6 +40,7 @@ def official_config(
     *,
     tokenizer: Tokenizer | None = None,
     keep_quantisation: bool = False,
+    power_of_two: bool = True,
 ) -> dict[str, Any]:
     """Translate a model's config to the official keys.
 
@@ -50,6 +51,7 @@ def official_config(
             kept as they are there. None for a model trained from scratch.
         tokenizer: That of a model without a base; None where it is not known.
         keep_quantisation: Keep the base's quantization_config, whose scales the export repeats.
+        power_of_two: Whether all scales of the export are powers of two.
 
     Returns:
         The content of config.json.
@@ -70,7 +72,9 @@ def official_config(
     quantisation = raw.pop("quantization_config", None)
     if dtype == "fp8":
         kept = quantisation if keep_quantisation else None
-        raw["quantization_config"] = kept or QUANTISATION
+        raw["quantization_config"] = dict(kept or QUANTISATION)
+        if not power_of_two:
+            raw["quantization_config"].pop("scale_fmt", None)
     return raw
 
 

@@ -24,6 +24,7 @@ from dsv32_jax.convert.storage import Written
 STEP = "checkpoints/0"
 OFFICIAL = "official"
 SCALES = "scales"
+POWER_OF_TWO = "power_of_two_scales"  # in the notes kept with the checkpoint
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 HANDLERS = "orbax.checkpoint._src.handlers"
 ITEM_HANDLERS = {

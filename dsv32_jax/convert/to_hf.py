@@ -129,6 +129,7 @@ def check(folder: epath.Path, result: epath.Path, options: Options) -> Job:
         base,
         tokenizer=None if base else _tokenizer(run),
         keep_quantisation=keeps_fp8,
+        power_of_two=not keeps_fp8 or run.meta.get(target.POWER_OF_TWO, False),
     )
     identity = {
         "checkpoint": hashlib.sha256(run.digest.encode()).hexdigest(),

@@ -120,6 +120,36 @@ def test_requantised_weights_have_power_of_two_scales_and_the_same_values(
         np.testing.assert_array_equal(dequantised(arrays)[name], want, err_msg=name)
 
 
+@pytest.mark.parametrize("has_official", [False, True])
+def test_scales_that_are_no_powers_of_two_are_not_said_to_be(
+    official_fp8, official, convert, tmp_path, has_official
+):
+    theirs, raw, tensors = official_fp8(name="theirs")
+    del raw["quantization_config"]
+    name = "model.layers.1.mlp.experts.2.down_proj.weight_scale_inv"
+    folder, _, _ = official(raw=raw, tensors=tensors | {name: tensors[name] * np.float32(0.75)})
+    status, _, err = convert("from-hf", folder, tmp_path / "dst")
+    assert status == DONE, err
+
+    options = ("--official", theirs) if has_official else ()
+    status, _, err = convert("to-hf", tmp_path / "dst", tmp_path / "back", *options)
+
+    assert status == DONE, err
+    raw = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert raw["quantization_config"]["quant_method"] == "fp8"
+    assert "scale_fmt" not in raw["quantization_config"]
+
+
+def test_scales_made_on_the_way_in_are_said_to_be_powers_of_two(official, draw, convert, tmp_path):
+    folder, _, _ = official(TINY, draw(TINY))
+    convert("from-hf", folder, tmp_path / "dst", "--dtype", "fp8")
+
+    assert convert("to-hf", tmp_path / "dst", tmp_path / "back")[0] == DONE
+
+    raw = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert raw["quantization_config"]["scale_fmt"] == "ue8m0"
+
+
 def test_files_are_named_and_indexed_as_the_official_ones(converted, convert, tmp_path):
     folder, middle = converted
 
