@@ -14,6 +14,7 @@ from dsv32_jax.convert.source import Found
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 BF16_EXPONENT = 0x7F80
+SAFE_SCALE = float(np.finfo(np.float32).max) / fp8_blocks.E4M3_MAX  # above it products may overflow
 
 
 def read_scales(found: Found, *, power_of_two: bool) -> Float[np.ndarray, "o i"] | None:
@@ -65,7 +66,7 @@ def read_part(
         The part in our orientation, and its scales where it is stored as FP8.
 
     Raises:
-        WorkFailedError: If a weight is not finite.
+        WorkFailedError: If a weight is not finite, or not any more in the stored dtype or times its scale.
     """
     rows = safetensors_io.read_rows(found.weight, part * slot.rows, slot.rows)
     if scales is not None:
@@ -75,7 +76,10 @@ def read_part(
     def check(at: slice) -> None:
         _check_finite(found.weight, part * slot.rows + at.start, rows[at])
 
-    return store_rows(slot, rows, dtype, scales=scales, check=check)
+    def check_wide(at: slice, wide: np.ndarray) -> None:
+        _check_range(found.weight, part * slot.rows + at.start, wide)
+
+    return store_rows(slot, rows, dtype, scales=scales, check=check, check_wide=check_wide)
 
 
 def store_rows(
@@ -85,6 +89,7 @@ def store_rows(
     *,
     scales: Float[np.ndarray, "o i"] | None = None,
     check: Callable[[slice], None] | None = None,
+    check_wide: Callable[[slice, np.ndarray], None] | None = None,
 ) -> tuple[Shaped[np.ndarray, "..."], Float[np.ndarray, "o i"] | None]:
     """Turn a part's official rows into what is stored.
 
@@ -94,6 +99,7 @@ def store_rows(
         dtype: What is stored: float8_e4m3fn, bfloat16 or float32.
         scales: The rows' own scales where they are FP8.
         check: Looks at a range of the rows before it is converted, and raises.
+        check_wide: Looks at what became of a range, where that may have overflowed, and raises.
 
     Returns:
         The part in our orientation, and its scales where it is stored as FP8.
@@ -107,9 +113,14 @@ def store_rows(
         row = at.start // fp8_blocks.BLOCK
         row_scales = None if scales is None else scales[row : row + 1]
         if out_scales is None:
-            return _widen(block, row_scales, dtype)
+            wide = _widen(block, row_scales, dtype)
+            if check_wide is not None and (row_scales is not None or dtype != block.dtype):
+                check_wide(at, wide)
+            return wide
         if row_scales is not None:
             out_scales[row] = row_scales[0]
+            if check_wide is not None and row_scales.max() > SAFE_SCALE:
+                check_wide(at, _widen(block, row_scales, slots.WIDE["float32"]))
             return block
         block, made = fp8_blocks.quantise(block.astype(np.float32))
         out_scales[row] = made[0]
@@ -150,24 +161,39 @@ def oriented(
 def _widen(
     block: Shaped[np.ndarray, "..."], scales: Float[np.ndarray, "1 i"] | None, dtype: np.dtype
 ) -> Shaped[np.ndarray, "..."]:
-    if scales is not None:
-        block = fp8_blocks.dequantise(block, scales)
-    return block.astype(dtype, copy=False)
+    with np.errstate(over="ignore", invalid="ignore"):  # callers look for what is not finite
+        if scales is not None:
+            block = fp8_blocks.dequantise(block, scales)
+        return block.astype(dtype, copy=False)
+
+
+def _check_range(entry: Entry, first_row: int, wide: Shaped[np.ndarray, "..."]) -> None:
+    if _has_non_finite(wide):
+        at = _position(first_row, np.argwhere(~np.isfinite(wide.astype(np.float32)))[0])
+        raise errors.WorkFailedError(
+            f"{entry.file}: {entry.name}[{at}], with its scale if any, is beyond the range of {wide.dtype}"
+        )
 
 
 def _check_finite(entry: Entry, first_row: int, block: Shaped[np.ndarray, "..."]) -> None:
-    if block.dtype == fp8_blocks.E4M3:
-        bad = fp8_blocks.has_nan(block)
-    elif block.dtype == BF16:
-        bad = bool(((block.view(np.uint16) & BF16_EXPONENT) == BF16_EXPONENT).any())
-    else:
-        bad = not np.isfinite(block).all()
-    if bad:
+    if _has_non_finite(block):
         where = np.argwhere(~np.isfinite(block.astype(np.float32)))[0]
-        at = ", ".join(map(str, (first_row + where[0], *where[1:])))
         raise errors.WorkFailedError(
-            f"{entry.file}: {entry.name}[{at}]={float(block[tuple(where)])} is not a finite number"
+            f"{entry.file}: {entry.name}[{_position(first_row, where)}]={float(block[tuple(where)])} "
+            "is not a finite number"
         )
+
+
+def _has_non_finite(block: Shaped[np.ndarray, "..."]) -> bool:
+    if block.dtype == fp8_blocks.E4M3:
+        return fp8_blocks.has_nan(block)
+    if block.dtype == BF16:
+        return bool(((block.view(np.uint16) & BF16_EXPONENT) == BF16_EXPONENT).any())
+    return not np.isfinite(block).all()
+
+
+def _position(first_row: int, where: np.ndarray) -> str:
+    return ", ".join(map(str, (first_row + where[0], *where[1:])))
 
 
 def write_part(

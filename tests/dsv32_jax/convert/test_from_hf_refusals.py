@@ -83,6 +83,10 @@ BAD_TENSORS = {
         lambda t: with_value(t, "model.norm.weight", 9, np.nan),
         FAILED, r"model.norm.weight\[9\]=nan is not a finite",
     ),
+    "product beyond float32": (
+        lambda t: with_code(with_value(t, SCALE, (1, 0), 2.0**120), EXPERT, (130, 7), 0x7E),
+        FAILED, rf"safetensors: {EXPERT}\[130, 7\], .* is beyond the range of float32",
+    ),
     "MTP copy that differs": (
         lambda t: with_value(t, "model.layers.2.embed_tokens.weight", (5, 5), 7),
         FAILED, "layers.2.embed_tokens.weight differs from the main model's model.embed_tokens.weight",
@@ -104,6 +108,26 @@ def test_a_bad_tensor_is_named_in_one_line_and_leaves_nothing_whole(
     assert (status, len(lines), out) == (want_status, 1, ""), err
     assert re.search(message, lines[0]), lines[0]
     assert_is_refused(tmp_path / "dst", begun=want_status == FAILED)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "float32"])
+def test_products_and_casts_that_overflow_are_named(
+    official_fp8, official, convert, tmp_path, dtype
+):
+    folder, raw, tensors = official_fp8()
+    tensors = with_code(with_value(tensors, SCALE, (1, 0), 2.0**120), EXPERT, (130, 7), 0x7E)
+    if dtype == "bf16":
+        tensors = without(tensors, SCALE)
+        wide = np.zeros(tensors[EXPERT].shape, np.float32)
+        wide[130, 7] = np.finfo(np.float32).max
+        tensors[EXPERT] = wide
+    official(raw=raw, tensors=tensors, n_files=3)
+
+    status, _, err = convert("from-hf", folder, tmp_path / "dst", "--dtype", dtype)
+
+    assert status == FAILED
+    message = rf"error: .*safetensors: {EXPERT}\[130, 7\], .* is beyond the range of {dtype[:2]}"
+    assert re.search(message, err), err
 
 
 @pytest.mark.parametrize(
