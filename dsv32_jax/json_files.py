@@ -86,7 +86,7 @@ def read_object(path: Path | epath.Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path.parent} has no {path.name}")
     try:
         raw = json.loads(path.read_text())
-    except ValueError as error:  # covers broken JSON and broken UTF-8
+    except (ValueError, RecursionError) as error:  # broken JSON, broken UTF-8, nested too deeply
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must hold an object")

@@ -1,6 +1,9 @@
 """Read the official config.json, in its old form (rope_scaling) and its new one (rope_parameters)."""
 
+import json
+import math
 import os
+import reprlib
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -27,6 +30,12 @@ REQUIRED_QUANTISATION = {
     "weight_block_size": [128, 128],
     "scale_fmt": "ue8m0",
 }
+ROPE_KEYS = frozenset(
+    (
+        "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+        "mscale", "mscale_all_dim", "attention_factor", "truncate", "partial_rotary_factor",
+    )
+)  # fmt: skip
 REQUIRED_ROPE_VALUES = {"attention_factor": None, "truncate": True, "partial_rotary_factor": 1.0}
 
 
@@ -77,9 +86,15 @@ def read_raw(folder: str | os.PathLike) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: If there is no config.json.
-        ValueError: If it is not JSON or no object.
+        ValueError: If it is not JSON, no object, or nested too deeply to be written again.
     """
-    return json_files.read_object(epath.Path(folder) / "config.json")
+    path = epath.Path(folder) / "config.json"
+    raw = json_files.read_object(path)
+    try:
+        json.dumps(raw, indent=2)
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply") from error
+    return raw
 
 
 def add_indexer(raw: dict[str, Any], *, n_heads: int, head_dim: int, topk: int) -> dict[str, Any]:
@@ -120,11 +135,11 @@ def scale_format(raw: dict[str, Any]) -> Literal["ue8m0"] | None:
     if quantisation is None:
         return None
     if not isinstance(quantisation, dict):
-        raise ValueError(f"config.json quantization_config={quantisation!r} must be an object")
+        raise ValueError(f"config.json quantization_config={_shown(quantisation)} must be an object")
     for key, value in REQUIRED_QUANTISATION.items():
         if quantisation.get(key, value) != value:
             raise ValueError(
-                f"config.json quantization_config.{key}={quantisation[key]!r} is not supported, only {value!r}"
+                f"config.json quantization_config.{key}={_shown(quantisation[key])} is not supported, only {value!r}"
             )
     return cast(Literal["ue8m0"] | None, quantisation.get("scale_fmt"))
 
@@ -144,7 +159,10 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     """
     for key, value in REQUIRED_VALUES.items():
         if raw.get(key, value) != value:
-            raise ValueError(f"config.json {key}={raw[key]!r} is not supported, only {value!r}")
+            raise ValueError(
+                f"config.json {key}={_shown(raw[key])} is not supported, only {value!r}"
+            )
+    _check_key_value_heads(raw)
     n_layers = _whole(raw, "num_hidden_layers")
     head_dim = _whole(raw, "index_head_dim")
     return ModelConfig(
@@ -175,7 +193,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
             expert_dim=_whole(raw, "moe_intermediate_size"),
             n_shared=_whole(raw, "n_shared_experts"),
             route_scale=_number(raw, "routed_scaling_factor"),
-            normalize_gates=raw.get("norm_topk_prob", True),
+            normalize_gates=_flag(raw, "norm_topk_prob", default=True),
         ),
         rope=parse_rope(raw),
         mtp=_number(raw, "num_nextn_predict_layers", 0.0) > 0,
@@ -184,32 +202,65 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     )
 
 
+def _shown(value: Any) -> str:
+    """Return a value as it can stand in a message, cut where it is long."""
+    return reprlib.repr(value)
+
+
 def _whole(raw: dict[str, Any], key: str) -> int:
     value = raw[key]
     if type(value) is not int:
-        raise ValueError(f"config.json {key}={value!r} must be a whole number")
+        raise ValueError(f"config.json {key}={_shown(value)} must be a whole number")
+    return value
+
+
+def _flag(raw: dict[str, Any], key: str, *, default: bool) -> bool:
+    value = raw.get(key, default)
+    if type(value) is not bool:
+        raise ValueError(f"config.json {key}={_shown(value)} must be true or false")
     return value
 
 
 def _number(raw: dict[str, Any], key: str, default: float | None = None) -> float:
-    """Return a number; with a default, a key that is missing or null stands for it."""
+    """Return a finite number; with a default, a key that is missing or null stands for it."""
     if default is not None and raw.get(key) is None:
         return default
     value: Any = raw[key]
     if type(value) not in (int, float):
-        raise ValueError(f"config.json {key}={value!r} must be a number")
-    return float(value)
+        raise ValueError(f"config.json {key}={_shown(value)} must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"config.json {key}={_shown(value)} must be a finite number")
+    return number
+
+
+def _check_key_value_heads(raw: dict[str, Any]) -> None:
+    """Refuse grouped queries: each head has its own keys and values, expanded from the latent."""
+    count, n_heads = raw.get("num_key_value_heads"), raw["num_attention_heads"]
+    if count not in (None, n_heads):
+        raise ValueError(
+            f"config.json num_key_value_heads={_shown(count)} must equal "
+            f"num_attention_heads={_shown(n_heads)}"
+        )
 
 
 def _dense_layers(raw: dict[str, Any], n_layers: int) -> int:
-    """Count the leading plain layers; `mlp_layer_types`, where given, must say the same."""
+    """Count the leading plain layers; where both `mlp_layer_types` and the count are given, they must say the same."""
     kinds = raw.get("mlp_layer_types")
     if kinds is None:
         return min(_whole(raw, "first_k_dense_replace"), n_layers)
-    n_dense = kinds.count("dense")
-    if list(kinds) != ["dense"] * n_dense + ["sparse"] * (n_layers - n_dense):
+    n_dense = kinds.count("dense") if isinstance(kinds, list) else 0
+    if kinds != ["dense"] * n_dense + ["sparse"] * (n_layers - n_dense):
         raise ValueError(
-            f"config.json mlp_layer_types={kinds} must be dense layers, then sparse ones"
+            f"config.json mlp_layer_types={_shown(kinds)} must be dense layers, then sparse ones, {n_layers} in all"
+        )
+    count = raw.get("first_k_dense_replace")
+    if count is not None and min(_whole(raw, "first_k_dense_replace"), n_layers) != n_dense:
+        raise ValueError(
+            f"config.json first_k_dense_replace={count} must be the {n_dense} dense layers of mlp_layer_types"
         )
     return n_dense
 
@@ -225,24 +276,24 @@ def parse_rope(raw: dict[str, Any]) -> YarnConfig:
 
     Raises:
         KeyError: If YaRN lacks its factor or original length.
-        ValueError: If the scaling is of another kind.
+        ValueError: If the scaling is of another kind, or differs from layer to layer.
     """
+    for key in ("rope_parameters", "rope_scaling"):
+        _check_rope(key, raw.get(key))
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise ValueError(f"config.json rope scaling {scaling!r} must be an object")
     theta = _number(scaling if "rope_theta" in scaling else raw, "rope_theta", 10000.0)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    for key, value in REQUIRED_ROPE_VALUES.items():
+        if scaling.get(key, value) != value:
+            raise ValueError(
+                f"config.json rope {key}={_shown(scaling[key])} is not supported, only {value!r}"
+            )
     if kind == "default":
         return YarnConfig(theta=theta, factor=1.0)
     if kind != "yarn":
         raise ValueError(
-            f"config.json rope type {kind!r} is not supported, only 'yarn' and 'default'"
+            f"config.json rope type {_shown(kind)} is not supported, only 'yarn' and 'default'"
         )
-    for key, value in REQUIRED_ROPE_VALUES.items():
-        if scaling.get(key, value) != value:
-            raise ValueError(
-                f"config.json rope {key}={scaling[key]!r} is not supported, only {value!r}"
-            )
     return YarnConfig(
         theta=theta,
         factor=_number(scaling, "factor"),
@@ -253,3 +304,16 @@ def parse_rope(raw: dict[str, Any]) -> YarnConfig:
         mscale=_number(scaling, "mscale", 0.0),
         mscale_all_dim=_number(scaling, "mscale_all_dim", 0.0),
     )
+
+
+def _check_rope(key: str, scaling: Any) -> None:
+    """Refuse what is no flat object of settings, such as settings for each kind of layer."""
+    if scaling is None:
+        return
+    if not isinstance(scaling, dict):
+        raise ValueError(f"config.json {key}={_shown(scaling)} must be an object")
+    unknown = sorted(scaling.keys() - ROPE_KEYS)
+    if unknown:
+        raise ValueError(f"config.json {key}.{_shown(unknown[0])[1:-1]} is not supported")
+    if "factor" in scaling and not scaling.keys() & {"rope_type", "type"}:
+        raise ValueError(f"config.json {key} has a factor and no rope_type")

@@ -1,5 +1,7 @@
 import dataclasses
 import json
+import math
+import re
 
 import pytest
 
@@ -86,8 +88,9 @@ def test_each_size_comes_from_its_own_key():
     }  # fmt: skip
     base = parse_config(RELEASED)
     seen = set()
+    base_raw = {key: value for key, value in RELEASED.items() if key != "num_key_value_heads"}
     for key in sizes.keys() - ignored - {"num_nextn_predict_layers"}:
-        changed = parse_config(RELEASED | {key: sizes[key] * (1 if key == "n_group" else 2) // 1}
+        changed = parse_config(base_raw | {key: sizes[key] * (1 if key == "n_group" else 2) // 1}
                                | ({"n_group": 4} if key == "n_group" else {}))  # fmt: skip
         assert changed != base, key
         seen.add(repr(changed))
@@ -156,7 +159,24 @@ def test_yarn_needs_its_sizes(key):
         ({"topk_method": "greedy"}, "topk_method='greedy' is not supported, only 'noaux_tc'"),
         ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported, only 1"),
         ({"rope_scaling": {"type": "linear"}}, "rope type 'linear' is not supported"),
-        ({"rope_scaling": "yarn"}, "rope scaling 'yarn' must be an object"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn' must be an object"),
+        ({"rope_parameters": []}, "rope_parameters=[] must be an object"),
+        ({"rope_parameters": {"full_attention": YARN}}, "rope_parameters.full_attention is not"),
+        ({"rope_parameters": YARN}, "rope_parameters has a factor and no rope_type"),
+        ({"rope_scaling": {"type": "default", "partial_rotary_factor": 0.5}}, "factor=0.5 is not"),
+        ({"rope_scaling": {"type": "yarn", **YARN, "beta_fast": math.inf}}, "beta_fast=inf must be"),
+        ({"norm_topk_prob": [1]}, "norm_topk_prob=[1] must be true or false"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan must be a finite number"),
+        ({"rms_norm_eps": 0}, "norm_eps=0.0 must be positive"),
+        ({"routed_scaling_factor": math.inf}, "routed_scaling_factor=inf must be a finite number"),
+        ({"routed_scaling_factor": 10**400}, "must be a finite number"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads=8 must equal num_attention_heads=128"),
+        ({"mlp_layer_types": 5}, "mlp_layer_types=5 must be dense layers, then sparse ones"),
+        (
+            {"mlp_layer_types": ["dense"] * 4 + ["sparse"] * 57},
+            "first_k_dense_replace=3 must be the 4 dense layers of mlp_layer_types",
+        ),
         ({"rope_scaling": {"type": "yarn", **YARN, "truncate": False}}, "rope truncate=False is"),
         ({"rope_scaling": {"type": "yarn", **YARN, "attention_factor": 2}}, "attention_factor=2"),
         ({"rope_scaling": {"type": "yarn", **YARN, "factor": "40"}}, "factor='40' must be a num"),
@@ -170,7 +190,7 @@ def test_yarn_needs_its_sizes(key):
     ],
 )
 def test_what_this_model_does_not_have_is_refused_by_name(change, message):
-    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         parse_config(RELEASED | change)
 
 
@@ -210,7 +230,10 @@ def test_a_file_is_read_or_named(tmp_path):
         with pytest.raises(ValueError, match=rf"config\.json lacks the key '{key}'"):
             read_config(tmp_path)
 
-    for text, message in [("{", "is not JSON"), ("[]", "must hold an object")]:
+    for text, message in [
+        ("{", "is not JSON"), ("[]", "must hold an object"), ('{"x":' * 100_000, "is not JSON: .*recursion"),
+        ('{"x":' * 999 + "1" + "}" * 999, "is nested too deeply"),
+    ]:  # fmt: skip
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_config(tmp_path)
