@@ -130,6 +130,7 @@ def check(folder: epath.Path, result: epath.Path, options: Options) -> Job:
         )
     cfg = hf_config.parse_named(raw, folder)
     scale_format = hf_config.scale_format(raw)
+    source.check_counts(folder, cfg)
     table = slot_table.slots(cfg)
     optional = [] if has_indexer else [name for name in table if new_indexer.is_indexer(name)]
     found = source.find_tensors(folder, table, cfg, optional=optional)

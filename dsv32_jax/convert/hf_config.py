@@ -22,6 +22,7 @@ REQUIRED_VALUES = {
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
 }
+MAX_SIZE = 2**31
 V3 = "deepseek_v3"
 V3_ONLY = ("auto_map",)  # names DeepSeek-V3's own code
 REQUIRED_QUANTISATION = {
@@ -211,6 +212,8 @@ def _whole(raw: dict[str, Any], key: str) -> int:
     value = raw[key]
     if type(value) is not int:
         raise ValueError(f"config.json {key}={_shown(value)} must be a whole number")
+    if abs(value) >= MAX_SIZE:
+        raise ValueError(f"config.json {key}={_shown(value)} must be below {MAX_SIZE}")
     return value
 
 

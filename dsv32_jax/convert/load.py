@@ -33,6 +33,7 @@ def load_official(folder: Path, cfg: ModelConfig | None = None) -> DeepSeekV32:
     raw = read_raw(folder)
     cfg = cfg or parse_named(raw, folder)
     power_of_two = scale_format(raw) == "ue8m0"
+    source.check_counts(storage.as_path(folder), cfg)
     table = slot_table.slots(cfg)
     found = source.find_tensors(storage.as_path(folder), table, cfg)
     arrays = {slot.place.path: np.empty(slot.shape, np.float32) for slot in table.values()}

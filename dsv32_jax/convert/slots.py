@@ -177,7 +177,9 @@ def _parts(path: str, own: tuple[int, ...], most: int) -> int:
         return 1
     axis = own[_split_axis(path, own)]
     rows = official_shape(path, own)[0]
-    fitting = [n for n in range(1, axis + 1) if axis % n == 0 and rows // n % fp8_blocks.BLOCK == 0]
+    low = [n for n in range(1, math.isqrt(axis) + 1) if axis % n == 0]
+    divisors = sorted({*low, *(axis // n for n in low)})
+    fitting = [n for n in divisors if rows // n % fp8_blocks.BLOCK == 0]
     small = [n for n in fitting if math.prod(own) // n <= most]
     return min(small, default=max(fitting, default=1))
 

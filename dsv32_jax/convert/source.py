@@ -10,6 +10,7 @@ from etils import epath
 
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.convert import safetensors_io
+from dsv32_jax.convert.names import PROJECTIONS
 from dsv32_jax.convert.safetensors_io import Entry
 from dsv32_jax.convert.slots import SCALE_SUFFIX, Slot
 
@@ -57,6 +58,25 @@ def locate(folder: epath.Path) -> dict[str, epath.Path]:
     if not single.is_file():
         raise FileNotFoundError(f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}")
     return dict.fromkeys(safetensors_io.read_header(single), single)
+
+
+def check_counts(folder: epath.Path, cfg: ModelConfig) -> None:
+    """Refuse more layers and experts than the files can hold, before they are listed.
+
+    Args:
+        folder: An official folder.
+        cfg: The model.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If there are fewer tensors than layers and their experts' matrices.
+    """
+    held = len(locate(folder))
+    if cfg.n_layers + cfg.n_moe_layers * cfg.moe.n_experts * len(PROJECTIONS) > held:
+        raise ValueError(
+            f"{folder} holds {held} tensors, too few for config.json's num_hidden_layers={cfg.n_layers} and "
+            f"n_routed_experts={cfg.moe.n_experts}"
+        )
 
 
 def _read_index(path: epath.Path) -> dict[str, str]:

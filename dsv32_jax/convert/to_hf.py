@@ -111,8 +111,8 @@ def check(folder: epath.Path, result: epath.Path, options: Options) -> Job:
     """
     run = run_folder.find(folder)
     tree = ArrayTree(run.step / manifest.STATE)
+    _check_arrays(run, tree)
     table = slot_table.slots(run.cfg)
-    _check_arrays(run, tree, table.values())
     conversion = run.meta.get("conversion", {})
     dtype: StoredDtype = options.dtype or conversion.get("dtype", DEFAULT_DTYPE)
     keeps_fp8 = dtype == "fp8" and bool(tree.children((target.SCALES,)))
@@ -161,20 +161,20 @@ def _check_base(base: dict[str, Any], beside: epath.Path, cfg: ModelConfig) -> N
         raise ValueError(f"{beside / 'config.json'} is of a model of other sizes than the weights")
 
 
-def _check_arrays(run: run_folder.RunFolder, tree: ArrayTree, table: Any) -> None:
-    """Compare the checkpoint's arrays with the config's."""
-    for slot in {s.place.path: s for s in table}.values():
-        keys = target.keys_of(slot.place.path)
+def _check_arrays(run: run_folder.RunFolder, tree: ArrayTree) -> None:
+    """Compare the checkpoint's arrays with the config's, before layers and experts are listed."""
+    wanted = {path: x.shape for group in parameters.abstract(run.cfg) for path, x in group.items()}
+    for path, shape in wanted.items():
+        keys = target.keys_of(path)
         if keys not in tree.names:
-            raise ValueError(f"checkpoint {run.step} has no {slot.place.path}")
-        if tree.shape(keys) != slot.shape:
+            raise ValueError(f"checkpoint {run.step} has no {path}")
+        if tree.shape(keys) != shape:
             raise ValueError(
-                f"checkpoint {run.step}: {slot.place.path} has shape {list(tree.shape(keys))}, "
-                f"the config asks for {list(slot.shape)}"
+                f"checkpoint {run.step}: {path} has shape {list(tree.shape(keys))}, "
+                f"the config asks for {list(shape)}"
             )
-        scales = (target.SCALES, slot.place.path)
-        if tree.dtype(keys) == fp8_blocks.E4M3 and scales not in tree.names:
-            raise ValueError(f"checkpoint {run.step}: {slot.place.path} is FP8 and has no scales")
+        if tree.dtype(keys) == fp8_blocks.E4M3 and (target.SCALES, path) not in tree.names:
+            raise ValueError(f"checkpoint {run.step}: {path} is FP8 and has no scales")
 
 
 def _official_dtype(slot: Slot, dtype: StoredDtype, kept: ArrayTree | None) -> np.dtype:

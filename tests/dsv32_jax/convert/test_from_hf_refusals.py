@@ -140,6 +140,10 @@ def test_products_and_casts_that_overflow_are_named(
         (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "must hold a weight_map"),
         (lambda f: cut(f / "model-00003-of-000003.safetensors", 10), "00003-of-000003.*truncated"),
         (lambda f: cut(f / "model-00003-of-000003.safetensors", 0), "00003-of-000003.*not a readable"),
+        (lambda f: settings(f, num_hidden_layers=10**9), "too few for .*num_hidden_layers=1000000000"),
+        (lambda f: settings(f, n_routed_experts=10**8), "too few for .*n_routed_experts=100000000"),
+        (lambda f: settings(f, hidden_size=10**30), "hidden_size=1000000.*000 must be below 2147"),
+        (lambda f: settings(f, hidden_size=2**31 - 1), "has shape .*the config asks for .*2147483647"),
         (
             lambda f: settings(f, num_hidden_layers=1, num_nextn_predict_layers=0),
             "does not know, first model.layers.1.input_layernorm.weight in model-0000",

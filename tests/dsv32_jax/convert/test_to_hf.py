@@ -330,7 +330,7 @@ def other_width(folder):
         (drop_manifest, FAILED, r"is whole \(7: manifest\.json is missing\)"),
         (flip_bit, FAILED, r"7 is damaged: .*/d/\S+ does not hold what was written"),
         (drop_model, WRONG_USAGE, r"config\.json has no model: .* is no training run"),
-        (other_width, WRONG_USAGE, r"embed has shape \[97, 32\], the config asks for \[97, 40\]"),
+        (other_width, WRONG_USAGE, r"has shape \[1, 32, 16\], the config asks for \[1, 40, 16\]"),
     ],
 )
 def test_a_bad_checkpoint_is_named(training_run, convert, tmp_path, break_it, status, message):
