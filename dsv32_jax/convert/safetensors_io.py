@@ -100,7 +100,7 @@ def _parse(path: epath.Path, size: int) -> tuple[dict[str, Any], int]:
         text = file.read(begin - LENGTH_BYTES)
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path} is not a readable safetensors file: its header is no object")
@@ -112,7 +112,8 @@ def _entry(path: epath.Path, name: str, raw: Any, begin: int) -> Entry:
     try:
         dtype, shape = raw["dtype"], tuple(raw["shape"])
         start, end = raw["data_offsets"]
-        whole = all(type(n) is int and n >= 0 for n in (*shape, start, end))
+        whole = isinstance(dtype, str)
+        whole &= all(type(n) is int and n >= 0 for n in (*shape, start, end))
     except (KeyError, TypeError, ValueError):
         whole = False
     if not whole:

@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from concurrent import futures
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from etils import epath
@@ -84,10 +85,14 @@ def _read_index(path: epath.Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
         whole = all(isinstance(file, str) for file in weight_map.values())
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         whole = False
     if not whole:
         raise ValueError(f"{path} must hold a weight_map of names to files")
+    for file in sorted(set(weight_map.values())):
+        parts = PurePosixPath(file)
+        if parts.is_absolute() or ".." in parts.parts:
+            raise ValueError(f"{path} names {file!r}, which is outside its folder")
     return weight_map
 
 

@@ -138,6 +138,9 @@ def test_products_and_casts_that_overflow_are_named(
         (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
         (lambda f: (f / "config.json").write_text("{}"), "config.json lacks the key"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "must hold a weight_map"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("[" * 10**5), "hold a weight_map"),
+        (lambda f: place_in(f, "../x.safetensors"), "index.json names '../x.safe.*', which is outside"),
+        (lambda f: place_in(f, "/x.safetensors"), "index.json names '/x.safe.*', which is outside"),
         (lambda f: cut(f / "model-00003-of-000003.safetensors", 10), "00003-of-000003.*truncated"),
         (lambda f: cut(f / "model-00003-of-000003.safetensors", 0), "00003-of-000003.*not a readable"),
         (lambda f: settings(f, num_hidden_layers=10**9), "too few for .*num_hidden_layers=1000000000"),
@@ -168,6 +171,13 @@ def test_a_broken_folder_is_refused_before_anything_is_written(
 def cut(path, n_bytes):
     content = path.read_bytes()
     path.write_bytes(content[: len(content) - n_bytes] if n_bytes else b"")
+
+
+def place_in(folder, file):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][EXPERT] = file
+    path.write_text(json.dumps(index))
 
 
 def settings(folder, **changes):

@@ -88,6 +88,8 @@ def test_a_file_of_another_length_than_its_header_says_is_not_left_behind(tmp_pa
         (lambda h: h["a"].update(shape=[7, 6]), r"a has 140 bytes, its shape \[7, 6\] in F32 ne"),
         (lambda h: h["a"].pop("shape"), "entry of a is malformed"),
         (lambda h: h["a"].update(shape=[-7, -5]), "entry of a is malformed"),
+        (lambda h: h["a"].update(dtype=["F32"]), "entry of a is malformed"),
+        (lambda h: h["a"].update(dtype={}), "entry of a is malformed"),
         (lambda h: h.update(a=3), "entry of a is malformed"),
         (lambda h: h.pop("b"), r"(a|c) begins at byte|bytes behind its last tensor"),
     ],
@@ -115,8 +117,18 @@ def safetensors_io_offsets(content):
     return [(name, entry["data_offsets"][1]) for name, entry in header.items()]
 
 
+NESTED = b"[" * 100_000
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"\x00" * 4, (1 << 60).to_bytes(8, "little"), b"\x02" + b"\0" * 7 + b"{]"]
+    "content",
+    [
+        b"",
+        b"\x00" * 4,
+        (1 << 60).to_bytes(8, "little"),
+        b"\x02" + b"\0" * 7 + b"{]",
+        len(NESTED).to_bytes(8, "little") + NESTED,
+    ],
 )
 def test_what_is_no_safetensors_file_is_named(tmp_path, content):
     path = epath.Path(tmp_path / "z.safetensors")
