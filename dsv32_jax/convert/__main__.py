@@ -18,6 +18,7 @@ logger = logging.getLogger("dsv32_jax.convert")  # __name__ ends in __main__ her
 
 NAME = "python -m dsv32_jax.convert"
 FROM_HF, TO_HF = "from-hf", "to-hf"
+MAX_SHARD_GB = 2**20  # a pebibyte
 RESUMING = "An interrupted conversion goes on when the same command is given again; a finished one is checked."
 SUMMARY = f"""Convert weights between the official layout and checkpoints of this project.
 
@@ -234,8 +235,8 @@ def _size(text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
+    if not 0 < value <= MAX_SHARD_GB:
+        raise argparse.ArgumentTypeError(f"{text} must be a number above 0, at most {MAX_SHARD_GB}")
     return value
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from etils import epath
 
-from dsv32_jax import errors
+from dsv32_jax import errors, json_files
 from dsv32_jax.convert import storage
 from dsv32_jax.convert.storage import Written
 
@@ -52,6 +52,7 @@ class Journal:
 
         Raises:
             UsageError: If the folder holds another conversion, or something else.
+            WorkFailedError: If the notes of what is converted are damaged.
         """
         path = self._folder / PLAN
         if not path.is_file():
@@ -63,7 +64,12 @@ class Journal:
             self._folder.mkdir(parents=True, exist_ok=True)
             storage.write(path, json.dumps(identity, indent=2).encode())
             return
-        before = json.loads(path.read_text())
+        try:
+            before = json_files.read_object(path)
+        except ValueError as error:
+            raise errors.WorkFailedError(
+                f"{error}; remove {self._folder.parent} to convert again"
+            ) from error
         changed = sorted(
             k for k in before.keys() | identity.keys() if before.get(k) != identity.get(k)
         )

@@ -1,6 +1,5 @@
 """Find the checkpoint in the folder of a run or of a conversion, local or in a bucket."""
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path, PurePath
@@ -70,7 +69,7 @@ def find(path: epath.Path, *, checksums: bool = False) -> RunFolder:
         raise errors.WorkFailedError(f"checkpoint {path} is damaged: {damage}")
     else:
         step = path
-    meta = json.loads((step / "meta" / "metadata").read_text())
+    meta = json_files.read_object(step / "meta" / "metadata")
     digest = (step / manifest.MANIFEST).read_text()
     return RunFolder(folder, step, cfg, tokenizer_name(raw), meta, digest)
 

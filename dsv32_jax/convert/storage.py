@@ -1,6 +1,7 @@
 """Files and folders, local or gs://, through one kind of path; what is written is whole or not there."""
 
 import errno
+import importlib.util
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -10,8 +11,11 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from etils import epath
 
+from dsv32_jax import errors
+
 CHUNK_BYTES = 8 << 20
 REMOTE_DRIVERS = {"gs://": "gcs", "s3://": "s3"}
+REMOTE_PACKAGES = {"gs://": ("gcsfs", "dsv32-jax[gcs]"), "s3://": ("s3fs", "s3fs")}
 PARTIAL_SUFFIX = ".partial"
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -36,9 +40,20 @@ def as_path(text: str | os.PathLike) -> epath.Path:
 
     Returns:
         The path.
+
+    Raises:
+        UsageError: If the package for the URL is not installed.
     """
     text = os.fspath(text)
+    for prefix, (package, install) in REMOTE_PACKAGES.items():
+        if text.startswith(prefix) and not is_installed(package):
+            raise errors.UsageError(f"{text} needs the package {package}: pip install '{install}'")
     return epath.Path(text) if is_remote(text) else epath.Path(Path(text).absolute())
+
+
+def is_installed(package: str) -> bool:
+    """Tell whether a package can be imported."""
+    return importlib.util.find_spec(package) is not None
 
 
 def is_remote(path: str | os.PathLike) -> bool:

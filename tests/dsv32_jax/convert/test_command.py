@@ -4,6 +4,7 @@ import re
 import pytest
 
 from dsv32_jax import config
+from dsv32_jax.convert import storage
 
 DONE, WRONG_USAGE = 0, 2
 
@@ -31,12 +32,15 @@ def test_help_shows_whole_command_lines(convert, args):
         (["from-hf", "a", "b", "--seed", "-1"], "-1 must be a whole number, 0 to"),
         (["from-hf", "a", "b", "--seed", "x"], "x must be a whole number"),
         (["to-hf", "a", "b", "--shard-gb", "0"], "0 must be a number above 0"),
+        (["to-hf", "a", "b", "--shard-gb", "1e300"], "1e300 must be a number above 0, at most"),
+        (["from-hf", "gs://a", "b"], r"gs://a needs .* gcsfs: pip install 'dsv32-jax\[gcs\]'"),
         (["to-hf", "a", "b", "--seed", "0"], "unrecognized arguments: --seed"),
         (["from-hf", "a", "b", "--process-count", "2"], "--process-index belong together"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(convert, tmp_path, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(storage, "is_installed", lambda package: False)
 
     status, _, err = convert(*args)
 

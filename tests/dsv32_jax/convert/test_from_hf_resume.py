@@ -91,6 +91,7 @@ DAMAGES = {
     f"{STEP}/meta/metadata": None,
     f"{STEP}/_CHECKPOINT_METADATA": None,
     f"{STEP}/manifest.json": "manifest.json is not JSON",
+    "conversion/plan.json": "is not JSON",
     "config.json": "is not JSON",
     "official/config.json": None,
     "official/tokenizer.json": None,
