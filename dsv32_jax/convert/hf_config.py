@@ -136,7 +136,9 @@ def scale_format(raw: dict[str, Any]) -> Literal["ue8m0"] | None:
     if quantisation is None:
         return None
     if not isinstance(quantisation, dict):
-        raise ValueError(f"config.json quantization_config={_shown(quantisation)} must be an object")
+        raise ValueError(
+            f"config.json quantization_config={_shown(quantisation)} must be an object"
+        )
     for key, value in REQUIRED_QUANTISATION.items():
         if quantisation.get(key, value) != value:
             raise ValueError(

@@ -18,7 +18,9 @@ from dsv32_jax.convert.slots import SCALE_SUFFIX, Slot
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 HEADER_THREADS = 16
-MTP_NAME = "eh_proj.weight"  # of the MTP layer alone; a main layer beyond the config's count has none
+MTP_NAME = (
+    "eh_proj.weight"  # of the MTP layer alone; a main layer beyond the config's count has none
+)
 
 
 class Found(NamedTuple):

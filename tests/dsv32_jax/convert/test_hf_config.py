@@ -164,7 +164,10 @@ def test_yarn_needs_its_sizes(key):
         ({"rope_parameters": {"full_attention": YARN}}, "rope_parameters.full_attention is not"),
         ({"rope_parameters": YARN}, "rope_parameters has a factor and no rope_type"),
         ({"rope_scaling": {"type": "default", "partial_rotary_factor": 0.5}}, "factor=0.5 is not"),
-        ({"rope_scaling": {"type": "yarn", **YARN, "beta_fast": math.inf}}, "beta_fast=inf must be"),
+        (
+            {"rope_scaling": {"type": "yarn", **YARN, "beta_fast": math.inf}},
+            "beta_fast=inf must be",
+        ),
         ({"norm_topk_prob": [1]}, "norm_topk_prob=[1] must be true or false"),
         ({"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan must be a finite number"),
