@@ -108,7 +108,7 @@ def _run_to_hf(args: argparse.Namespace, boundary: command_line.Boundary) -> Non
 
 
 def _check_apart(args: argparse.Namespace) -> None:
-    source, target = storage.as_path(args.source), storage.as_path(args.target)
+    source, target = (storage.real_path(path) for path in (args.source, args.target))
     if source == target or source in target.parents or target in source.parents:
         raise errors.UsageError("SRC and DST must be folders of their own, none inside the other")
 

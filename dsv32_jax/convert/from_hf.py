@@ -18,6 +18,7 @@ from dsv32_jax.config import ModelConfig
 from dsv32_jax.convert import (
     hf_config,
     journal,
+    lock,
     new_indexer,
     source,
     storage,
@@ -192,19 +193,25 @@ def convert(job: Job, workers: Workers) -> Figures:
         Figures.
 
     Raises:
-        UsageError: If the target holds something else.
+        UsageError: If the target holds something else, or another conversion is at work in it.
         WorkFailedError: If a value is not allowed, the disk is full, or what was written cannot be read back.
         OSError: If the storage fails.
     """
-    begun = time.monotonic()
     notes = journal.Journal(job.target, flush_seconds=workers.flush_seconds)
+    items = _items(job)
     if not workers.is_first:
         workers_lib.wait_for(notes.has_begun)
-    notes.begin(job.identity)
-    items = _items(job)
     if (job.step / manifest.MANIFEST).is_file():
+        notes.begin(job.identity)
         _verify_finished(job, items, workers)
         return Figures(len(items.sizes), sum(items.sizes.values()), 0.0, len(items.sizes))
+    with lock.held(job.target, workers):
+        return _convert(job, items, notes, workers)
+
+
+def _convert(job: Job, items: Items, notes: journal.Journal, workers: Workers) -> Figures:
+    begun = time.monotonic()
+    notes.begin(job.identity)
     workers_lib.check_space(items, notes.finished()[0])
     if workers.is_first:
         frame = _prepare(job)

@@ -2,6 +2,7 @@
 
 import errno
 import importlib.util
+import logging
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,8 @@ import numpy as np
 from etils import epath
 
 from dsv32_jax import errors
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 8 << 20
 REMOTE_DRIVERS = {"gs://": "gcs", "s3://": "s3"}
@@ -49,6 +52,12 @@ def as_path(text: str | os.PathLike) -> epath.Path:
         if text.startswith(prefix) and not is_installed(package):
             raise errors.UsageError(f"{text} needs the package {package}: pip install '{install}'")
     return epath.Path(text) if is_remote(text) else epath.Path(Path(text).absolute())
+
+
+def real_path(text: str | os.PathLike) -> epath.Path:
+    """Return a path as `as_path` does, a local one without symbolic links."""
+    path = as_path(text)
+    return path if is_remote(path) else epath.Path(os.path.realpath(path))
 
 
 def is_installed(package: str) -> bool:
@@ -236,7 +245,7 @@ class Replacing:
 
 
 def file_names(folder: epath.Path) -> list[str]:
-    """List the files below a folder, hidden ones and those in hidden folders left out.
+    """List the regular files below a folder, hidden ones and those in hidden folders left out.
 
     Args:
         folder: The folder; need not exist.
@@ -252,8 +261,10 @@ def file_names(folder: epath.Path) -> list[str]:
             continue
         if path.is_dir():
             names += [f"{path.name}/{name}" for name in file_names(path)]
-        else:
+        elif is_remote(path) or Path(path).is_file():  # a local epath.Path takes a pipe for a file
             names.append(path.name)
+        else:
+            logger.warning("leaving out %s, which is no regular file", path)
     return names
 
 

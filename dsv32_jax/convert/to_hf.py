@@ -23,6 +23,7 @@ from dsv32_jax.convert import (
     fp8_blocks,
     hf_config,
     journal,
+    lock,
     official_config,
     pool,
     run_folder,
@@ -241,17 +242,21 @@ def convert(job: Job, workers: Workers) -> Figures:
         Figures; `resumed` counts files here.
 
     Raises:
-        UsageError: If the target holds something else.
+        UsageError: If the target holds something else, or another conversion is at work in it.
         WorkFailedError: If a value is not allowed, the disk is full, or what was written cannot be read back.
         OSError: If the storage fails.
     """
-    begun = time.monotonic()
     notes = journal.Journal(job.target, flush_seconds=workers.flush_seconds)
     items = _items(job)
-    size = sum(items.sizes.values())
     if not notes.has_begun() and (job.target / source.INDEX_FILE).is_file():
         _check_finished(job)
-        return Figures(len(job.table), size, 0.0, len(items.sizes))
+        return Figures(len(job.table), sum(items.sizes.values()), 0.0, len(items.sizes))
+    with lock.held(job.target, workers):
+        return _convert(job, items, notes, workers)
+
+
+def _convert(job: Job, items: Items, notes: journal.Journal, workers: Workers) -> Figures:
+    begun = time.monotonic()
     if not workers.is_first:
         workers_lib.wait_for(notes.has_begun)
     else:
@@ -265,6 +270,7 @@ def convert(job: Job, workers: Workers) -> Figures:
         notes.remove()
     else:
         workers_lib.wait_for(lambda: not notes.has_begun())
+    size = sum(items.sizes.values())
     return Figures(len(job.table), size, time.monotonic() - begun, resumed)
 
 

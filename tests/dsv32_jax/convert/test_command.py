@@ -1,4 +1,5 @@
 import dataclasses
+import os
 import re
 
 import pytest
@@ -50,11 +51,12 @@ def test_wrong_usage_is_one_line_and_status_2(convert, tmp_path, monkeypatch, ar
     assert not (tmp_path / "dst").exists()
 
 
-@pytest.mark.parametrize("where", [".", "inside", ".."])
+@pytest.mark.parametrize("where", [".", "inside", "..", "../link/inside"])
 def test_a_folder_is_not_converted_into_itself(official_fp8, convert, where):
     folder, _, _ = official_fp8()
+    (folder.parent / "link").symlink_to(folder)
 
-    status, _, err = convert("from-hf", folder, (folder / where).resolve())
+    status, _, err = convert("from-hf", folder, os.path.abspath(folder / where))
 
     assert (status, "SRC and DST must be folders of their own" in err) == (WRONG_USAGE, True)
 

@@ -78,8 +78,13 @@ def test_the_files_beside_the_weights_are_carried_along(official_fp8, convert, t
     (folder / ".git").mkdir()
     (folder / ".git" / "config").write_text("x")
 
-    convert("from-hf", folder, tmp_path / "dst")
+    os.mkfifo(folder / "pipe")
+    (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
 
+    _, _, err = convert("from-hf", folder, tmp_path / "dst")
+
+    for name in ("pipe", "gone.txt"):
+        assert f"leaving out {folder / name}, which is no regular file" in err
     beside = tmp_path / "dst" / "official"
     names = sorted(str(p.relative_to(beside)) for p in beside.rglob("*") if p.is_file())
     assert names == ["config.json", "encoding/readme.txt", "tokenizer.json"]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dsv32_jax.convert import storage
+from dsv32_jax.convert import lock, storage
+from dsv32_jax.convert.workers import Workers
 
 ROOT = Path(__file__).parents[3]
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
@@ -163,6 +164,25 @@ def test_a_folder_with_other_things_is_left_alone(official_fp8, convert, tmp_pat
 
     assert (status, "is not empty and holds no conversion" in err) == (WRONG_USAGE, True)
     assert [p.name for p in (tmp_path / "dst").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("direction", ["from-hf", "to-hf"])
+def test_two_conversions_do_not_work_in_one_folder(official_fp8, convert, tmp_path, direction):
+    source, _, _ = official_fp8()
+    if direction == "to-hf":
+        convert("from-hf", source, tmp_path / "converted")
+        source = tmp_path / "converted"
+    target = tmp_path / "dst"
+
+    with lock.held(storage.as_path(target), Workers()):
+        status, _, err = convert(direction, source, target)
+        assert status == WRONG_USAGE
+        assert f"error: another conversion is at work in {target}" in err
+        assert [path.name for path in target.rglob("*")] == ["conversion", "lock"]
+    assert not target.exists()
+
+    assert convert(direction, source, target)[0] == DONE
+    assert not list(target.rglob("lock"))
 
 
 def free_port():
