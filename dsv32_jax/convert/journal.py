@@ -84,6 +84,9 @@ class Journal:
 
         Returns:
             The files by finished item, of the last time where it was done again, and the items that are verified too.
+
+        Raises:
+            WorkFailedError: If a note is damaged.
         """
         files: dict[str, dict[str, Written]] = {}
         verified: set[str] = set()
@@ -92,13 +95,23 @@ class Journal:
         for path in sorted(self._folder.iterdir(), key=lambda path: path.name):
             if not path.name.endswith(".jsonl"):
                 continue
-            for line in path.read_text().splitlines():
-                row = json.loads(line)
-                if "verified" in row:
-                    verified.update(row["verified"])
-                else:
-                    files[row["item"]] = {n: Written(*entry) for n, entry in row["files"].items()}
+            try:
+                self._read(path, files, verified)
+            except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+                raise errors.WorkFailedError(
+                    f"{path} is damaged; remove {self._folder.parent} to convert again"
+                ) from error
         return files, verified
+
+    def _read(
+        self, path: epath.Path, files: dict[str, dict[str, Written]], verified: set[str]
+    ) -> None:
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            if "verified" in row:
+                verified.update(row["verified"])
+            else:
+                files[row["item"]] = {n: Written(*entry) for n, entry in row["files"].items()}
 
     def add(self, item: str, files: Mapping[str, Written]) -> None:
         """Note that an item's files are complete.

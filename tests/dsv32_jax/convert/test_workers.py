@@ -77,6 +77,15 @@ def test_a_file_that_is_gone_since_is_made_again(tmp_path):
     assert (folder / "tensor 6").read_bytes() == b"x" * 30
 
 
+@pytest.mark.parametrize("line", ["{", "[]", '{"item": "x"}', '{"item": "x", "files": [1]}'])
+def test_a_damaged_note_is_named(tmp_path, line):
+    notes = begin(epath.Path(tmp_path / "dst"))
+    (tmp_path / "dst" / "conversion" / "1.jsonl").write_text(line)
+
+    with pytest.raises(errors.WorkFailedError, match=r"1\.jsonl is damaged; remove \S+/dst to con"):
+        notes.finished()
+
+
 def test_a_disk_that_never_holds_what_was_written_ends_the_work(tmp_path):
     folder = epath.Path(tmp_path / "dst")
     good = items_in(folder)
