@@ -46,6 +46,7 @@ from dsv32_jax.tokenizer import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 SHARD_GB = 4.0  # GiB; the released files are of about this size
+METADATA_ENDINGS = (".zarray", "zarr.json", "metadata", "_METADATA")  # small, and read to plan
 DTYPE_NAMES = {dtype: name for name, dtype in safetensors_io.DTYPES.items()}
 DEFAULT_DTYPE: StoredDtype = "bf16"
 
@@ -111,6 +112,9 @@ def check(folder: epath.Path, result: epath.Path, options: Options) -> Job:
         ValueError: If the folder is no run or an array does not fit the config.
     """
     run = run_folder.find(folder)
+    files = target.read_manifest(run.step)
+    for name in sorted(name for name in files if name.endswith(METADATA_ENDINGS)):
+        _check_file(run, name, files[name])
     tree = ArrayTree(run.step / manifest.STATE)
     _check_arrays(run, tree)
     table = slot_table.slots(run.cfg)
@@ -280,15 +284,19 @@ def _check_content(job: Job, threads: int) -> None:
     progress = pool.Progress("checking", storage.sizes(files))
 
     def check(name: str) -> None:
-        damage = storage.find_damage(job.run.step, name, files[name])
-        if damage is not None:
-            raise errors.WorkFailedError(f"checkpoint {job.run.step} is damaged: {damage}")
+        _check_file(job.run, name, files[name])
         progress.add(files[name].bytes)
 
     try:
         pool.run_all(check, list(files), threads=threads)
     finally:
         progress.close()
+
+
+def _check_file(run: run_folder.RunFolder, name: str, want: Written) -> None:
+    damage = storage.find_damage(run.step, name, want)
+    if damage is not None:
+        raise errors.WorkFailedError(f"checkpoint {run.step} is damaged: {damage}")
 
 
 def _items(job: Job) -> Items:

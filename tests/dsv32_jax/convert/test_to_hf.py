@@ -311,8 +311,8 @@ def drop_model(folder):
     (folder / "config.json").write_text("{}")
 
 
-def flip_bit(folder):
-    path = max((folder / "checkpoints").rglob("d/*"), key=lambda path: path.stat().st_size)
+def flip_bit(folder, name="d/*"):
+    path = max((folder / "checkpoints").rglob(name), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -329,10 +329,14 @@ def other_width(folder):
     [
         (drop_manifest, FAILED, r"is whole \(7: manifest\.json is missing\)"),
         (flip_bit, FAILED, r"7 is damaged: .*/d/\S+ does not hold what was written"),
+        (
+            lambda f: flip_bit(f, "state/_METADATA"),
+            FAILED, r"7 is damaged: .*/_METADATA does not hold what was written",
+        ),
         (drop_model, WRONG_USAGE, r"config\.json has no model: .* is no training run"),
         (other_width, WRONG_USAGE, r"has shape \[1, 32, 16\], the config asks for \[1, 40, 16\]"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_checkpoint_is_named(training_run, convert, tmp_path, break_it, status, message):
     folder, _ = training_run(TINY)
     break_it(folder)
