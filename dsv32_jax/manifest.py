@@ -88,7 +88,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         complete = all(entry.keys() >= {"bytes", "crc32"} for entry in content["files"].values())
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         complete = False
     if not complete:
         raise ValueError(f"{MANIFEST} is damaged")

@@ -61,7 +61,9 @@ def test_a_missing_manifest_is_damage(folder):
     assert manifest.find_damage(folder, checksums=True) == "manifest.json is missing"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"files": {"a": {}}}', '{"files": 3}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 100000, "[]", "{}", '{"files": {"a": {}}}', '{"files": 3}', "\x00"]
+)
 def test_a_broken_manifest_is_damage(folder, text):
     (folder / "manifest.json").write_text(text)
 
