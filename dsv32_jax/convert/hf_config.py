@@ -160,6 +160,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         KeyError: If a key is missing.
         ValueError: If a value asks for what this model does not have.
     """
+    raw["model_type"]  # the one key of these that must be there: by it an official folder is known
     for key, value in REQUIRED_VALUES.items():
         if raw.get(key, value) != value:
             raise ValueError(

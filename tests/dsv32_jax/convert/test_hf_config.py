@@ -228,7 +228,7 @@ def test_a_file_is_read_or_named(tmp_path):
     path.write_text(json.dumps(RELEASED))
     assert read_config(tmp_path) == parse_config(RELEASED)
 
-    for key in ("hidden_size", "index_topk", "first_k_dense_replace"):
+    for key in ("model_type", "hidden_size", "index_topk", "first_k_dense_replace"):
         path.write_text(json.dumps({k: v for k, v in RELEASED.items() if k != key}))
         with pytest.raises(ValueError, match=rf"config\.json lacks the key '{key}'"):
             read_config(tmp_path)
