@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--atol",
-        type=_tolerance,
+        type=command_line.non_negative,
         default=1e-4,
         help="largest difference of a logit that is rounding (default: 1e-4)",
     )
@@ -122,16 +122,6 @@ def _parser() -> argparse.ArgumentParser:
         help="of activations and matrix products (default: float32)",
     )
     return parser
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = np.nan
-    if not 0 <= value < np.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a number, 0 or above")
-    return value
 
 
 def read_reference(path: Path) -> Reference:

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import errno
 import logging
+import math
 import os
 import signal
 import sys
@@ -59,6 +60,27 @@ class Parser(argparse.ArgumentParser):
           UsageError: always.
         """
         raise errors.UsageError(f"{message}; see {self.prog} --help")
+
+
+def non_negative(text: str) -> float:
+    """Read an option that is a number, 0 or above, as argparse's `type`.
+
+    Args:
+      text: the option's value.
+
+    Returns:
+      The number.
+
+    Raises:
+      ArgumentTypeError: it is no finite number, or below 0.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a number, 0 or above")
+    return value
 
 
 @dataclass

@@ -3,7 +3,6 @@
 import argparse
 import importlib.util
 import logging
-import math
 import os
 import socket
 import sys
@@ -86,8 +85,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-waiting", type=_count, default=256, help="texts that may wait for a slot (256)")
     add("--max-prompt-tokens", type=_count, help="longest prompt (--max-len less one)")
     add("--max-body-mb", type=_count, default=16, help="largest request body in MiB (16)")
-    add("--timeout", type=_seconds, default=600.0, help="seconds a request may take (600)")
-    add("--grace", type=_seconds, default=30.0, help="seconds to finish after a signal (30)")
+    add(
+        "--timeout",
+        type=command_line.non_negative,
+        default=600.0,
+        help="seconds a request may take (600)",
+    )
+    add(
+        "--grace",
+        type=command_line.non_negative,
+        default=30.0,
+        help="seconds to finish after a signal (30)",
+    )
     options.add_engine_options(parser)
     return parser
 
@@ -120,16 +129,6 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be a whole number, 1 or above")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a number, 0 or above")
-    return value
 
 
 def _serve_config(args: argparse.Namespace) -> ServeConfig:

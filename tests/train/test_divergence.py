@@ -29,23 +29,28 @@ def test_a_lasting_spike_is_divergence():
 
 
 def test_spikes_with_a_normal_loss_between_them_are_forgiven():
-    guard_after([1.0, 1.0, 1.0, 5.0, 1.0, 5.0, 1.0])
+    guard = guard_after([1.0, 1.0, 1.0, 5.0, 1.0, 5.0, 1.0])
+    assert guard.state() == {"normal": [1.0, 1.0, 1.0], "spikes": 0}
 
 
 def test_a_loss_of_just_the_factor_is_no_spike():
-    guard_after([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])
+    guard = guard_after([1.0, 1.0, 1.0, 2.0, 2.0, 2.0])
+    assert guard.state() == {"normal": [2.0, 2.0, 2.0], "spikes": 0}
 
 
 def test_the_median_moves_with_normal_losses():
-    guard_after([1.0, 1.0, 1.0, 1.9, 1.9, 3.5, 3.5, 3.5])
+    guard = guard_after([1.0, 1.0, 1.0, 1.9, 1.9, 3.5, 3.5, 3.5])
+    assert guard.state() == {"normal": [3.5, 3.5, 3.5], "spikes": 0}
 
 
 def test_nothing_is_a_spike_before_the_window_is_full():
-    guard_after([1.0, 9.0, 9.0])
+    guard = guard_after([1.0, 9.0, 9.0])
+    assert guard.state() == {"normal": [1.0, 9.0, 9.0], "spikes": 0}
 
 
 def test_a_negative_loss_has_no_spikes():
-    guard_after([-1.0, -1.0, -1.0, 5.0, 5.0])
+    guard = guard_after([-1.0, -1.0, -1.0, 5.0, 5.0])
+    assert guard.state() == {"normal": [-1.0, 5.0, 5.0], "spikes": 0}
 
 
 def test_a_restored_guard_judges_as_if_it_had_never_stopped():
