@@ -7,6 +7,7 @@ from typing import Literal
 
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "full"]
+Kernels = Literal["auto", "reference"]
 
 
 def require(condition: bool, message: str) -> None:
@@ -224,6 +225,8 @@ class ModelConfig:
         dtype: Dtype of activations and matrix products; parameters are kept in float32.
         remat: What the backward pass recomputes in each layer: nothing, all but matrix products, everything.
         scan_unroll: Layers per step of the scan over stacked layers; more compiles longer and may run faster.
+        kernels: What runs attention and selection: the best kernel for the device and shapes, or the plain-jnp
+            definitions, which run anywhere.
     """
 
     vocab_size: int
@@ -241,6 +244,7 @@ class ModelConfig:
     dtype: Dtype = "float32"
     remat: Remat = "none"
     scan_unroll: int = 1
+    kernels: Kernels = "auto"
 
     def __post_init__(self) -> None:
         """Check ranges and the fields that must fit each other."""
@@ -261,6 +265,11 @@ class ModelConfig:
     def n_moe_layers(self) -> int:
         """Main layers with experts."""
         return self.n_layers - self.n_dense_layers
+
+    @property
+    def implementation(self) -> str | None:
+        """The `implementation` argument of every attention and selection op."""
+        return None if self.kernels == "auto" else self.kernels
 
     @property
     def softmax_scale(self) -> float:

@@ -107,7 +107,7 @@ class MLA(nnx.Module):
             (output, KL per row float32 or None, the probe's result or None).
         """
         cfg = self.cfg
-        topk, scale = cfg.indexer.topk, cfg.softmax_scale
+        topk, scale, kernels = cfg.indexer.topk, cfg.softmax_scale, cfg.implementation
         cos, sin = rope.rotation(cfg.rope, cfg.mla.rope_dim, segments.position)
         qr_BTQ = self.q_norm(layers.project("btd,dq->btq", x_BTD, self.wq_a)).astype(x_BTD.dtype)
         parts = self._latents(x_BTD, qr_BTQ, cos, sin)
@@ -116,21 +116,27 @@ class MLA(nnx.Module):
         kl_BT = measured = None
         if mode == "sparse" and x_BTD.shape[1] > cfg.mla.masked_max_len:
             q, kv = self.absorb(parts)
-            chosen_BTK = sharded_ops.select_indices(index, topk, start, end)
-            out, lse = sharded_ops.attend_selected(q, kv, chosen_BTK, scale, cfg.mla.kv_lora_rank)
+            chosen_BTK = sharded_ops.select_indices(index, topk, start, end, kernels)
+            out, lse = sharded_ops.attend_selected(
+                q, kv, chosen_BTK, scale, cfg.mla.kv_lora_rank, kernels
+            )
             out = self.unabsorb(out)
             if indexer_loss:
-                kl_BT = sharded_ops.selected_kl(index, q, kv, lse, chosen_BTK, scale)
+                kl_BT = sharded_ops.selected_kl(index, q, kv, lse, chosen_BTK, scale, kernels)
         else:
             q, k, v = self.expand(parts)
             if mode == "window":
                 start = jnp.maximum(start, end - topk)
             chosen_BTS = (
-                sharded_ops.select_mask(index, topk, start, end) if mode == "sparse" else None
+                sharded_ops.select_mask(index, topk, start, end, kernels)
+                if mode == "sparse"
+                else None
             )
-            out, lse = sharded_ops.attend_range(q, k, v, start, end, chosen_BTS, scale)
+            out, lse = sharded_ops.attend_range(q, k, v, start, end, chosen_BTS, scale, kernels)
             if indexer_loss:
-                kl_BT = sharded_ops.range_kl(index, q, k, lse, start, end, chosen_BTS, scale)
+                kl_BT = sharded_ops.range_kl(
+                    index, q, k, lse, start, end, chosen_BTS, scale, kernels
+                )
         if probe is not None:
             q_heads, k_heads, _ = self.expand(parts)
             measured = probe(AttentionTensors(q_heads, k_heads, lse, index, scale, start, end))
@@ -196,6 +202,7 @@ class MLA(nnx.Module):
             rows,
             scale=self.cfg.softmax_scale,
             latent_scale_NG=layer.latent_scale,
+            implementation=self.cfg.implementation,
         )
         return self.unabsorb(out.astype(q.dtype))
 
@@ -219,6 +226,7 @@ class MLA(nnx.Module):
             page_size=view.page_size,
             end=view.end,
             k_scale_NG=layer.index_scale,
+            implementation=self.cfg.implementation,
         )
 
     def _attend_masked(
@@ -236,10 +244,23 @@ class MLA(nnx.Module):
         if mode == "sparse":
             keys = cache.read_index_keys(layer, view, index.q.dtype)
             selected = pallas_kernels.indexer_topk_mask(
-                index.q, keys, index.w, k=self.cfg.indexer.topk, start=start, end=view.end
+                index.q,
+                keys,
+                index.w,
+                k=self.cfg.indexer.topk,
+                start=start,
+                end=view.end,
+                implementation=self.cfg.implementation,
             )
         out, _ = pallas_kernels.dense_mla(
-            q, k, v, scale=self.cfg.softmax_scale, start=start, end=view.end, selected=selected
+            q,
+            k,
+            v,
+            scale=self.cfg.softmax_scale,
+            start=start,
+            end=view.end,
+            selected=selected,
+            implementation=self.cfg.implementation,
         )
         return out
 

@@ -34,6 +34,7 @@ def attend_range(
     end: Int[Array, "B T"],
     selected: Array | None,
     scale: float,
+    implementation: str | None,
 ) -> tuple[Float[Array, "B T H U"], Float[Array, "B T H"]]:
     """Run `dense_mla` on every device's queries and heads."""
     causal = sharding.axis_size("context") == 1
@@ -48,6 +49,7 @@ def attend_range(
             end=end,
             selected=mask[0] if mask else None,
             causal=causal,
+            implementation=implementation,
         )
 
     masks = () if selected is None else (selected,)
@@ -62,38 +64,57 @@ def attend_selected(
     topk_idx: Int[Array, "B T K"],
     scale: float,
     value_dim: int,
+    implementation: str | None,
 ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T H"]]:
     """Run `sparse_mla` on every device's queries and heads."""
 
     def local(q: Array, kv: Array, topk_idx: Array) -> tuple[Array, Array]:
-        return pallas_kernels.sparse_mla(q, kv, topk_idx, scale=scale, value_dim=value_dim)
+        return pallas_kernels.sparse_mla(
+            q, kv, topk_idx, scale=scale, value_dim=value_dim, implementation=implementation
+        )
 
     run = sharding.shard_map(local, (QUERY_HEADS, KEY, QUERY), (QUERY_HEADS, QUERY_HEADS))
     return run(q, kv, topk_idx)
 
 
 def select_mask(
-    index: IndexerTensors, topk: int, start: Int[Array, "B T"], end: Int[Array, "B T"]
+    index: IndexerTensors,
+    topk: int,
+    start: Int[Array, "B T"],
+    end: Int[Array, "B T"],
+    implementation: str | None,
 ) -> Array:
     """Run `indexer_topk_mask` on every device's rows; selection has no gradient."""
-    return _select(pallas_kernels.indexer_topk_mask, index, topk, start, end)
+    return _select(pallas_kernels.indexer_topk_mask, index, topk, (start, end), implementation)
 
 
 def select_indices(
-    index: IndexerTensors, topk: int, start: Int[Array, "B T"], end: Int[Array, "B T"]
+    index: IndexerTensors,
+    topk: int,
+    start: Int[Array, "B T"],
+    end: Int[Array, "B T"],
+    implementation: str | None,
 ) -> Int[Array, "B T K"]:
     """Run `indexer_topk` on every device's rows; selection has no gradient."""
-    return _select(pallas_kernels.indexer_topk, index, topk, start, end)
+    return _select(pallas_kernels.indexer_topk, index, topk, (start, end), implementation)
 
 
-def _select(op: Callable, index: IndexerTensors, topk: int, start: Array, end: Array) -> Array:
+def _select(
+    op: Callable,
+    index: IndexerTensors,
+    topk: int,
+    bounds: tuple[Array, Array],
+    implementation: str | None,
+) -> Array:
     causal = _causal()
 
     def local(q: Array, k: Array, w: Array, start: Array, end: Array) -> Array:
-        return op(q, k, w, k=topk, start=start, end=end, causal=causal)
+        return op(
+            q, k, w, k=topk, start=start, end=end, causal=causal, implementation=implementation
+        )
 
     run = sharding.shard_map(local, (ROW, KEY, ROW, ROW, ROW), ROW)
-    return run(*jax.lax.stop_gradient(index), start, end)
+    return run(*jax.lax.stop_gradient(index), *bounds)
 
 
 def range_kl(
@@ -105,6 +126,7 @@ def range_kl(
     end: Int[Array, "B T"],
     selected: Array | None,
     scale: float,
+    implementation: str | None,
 ) -> Float[Array, "B T"]:
     """Run `indexer_kl` on every device's rows, with all heads."""
     causal = _causal()
@@ -113,7 +135,13 @@ def range_kl(
         *tensors, start, end = arrays[:8]
         mask = arrays[8] if len(arrays) > 8 else None
         return pallas_kernels.indexer_kl(
-            *tensors, scale=scale, start=start, end=end, selected=mask, causal=causal
+            *tensors,
+            scale=scale,
+            start=start,
+            end=end,
+            selected=mask,
+            causal=causal,
+            implementation=implementation,
         )
 
     masks = () if selected is None else (selected,)
@@ -128,11 +156,12 @@ def selected_kl(
     lse: Float[Array, "B T H"],
     topk_idx: Int[Array, "B T K"],
     scale: float,
+    implementation: str | None,
 ) -> Float[Array, "B T"]:
     """Run `sparse_indexer_kl` on every device's rows, with all heads."""
 
     def local(*arrays: Array) -> Array:
-        return pallas_kernels.sparse_indexer_kl(*arrays, scale=scale)
+        return pallas_kernels.sparse_indexer_kl(*arrays, scale=scale, implementation=implementation)
 
     run = sharding.shard_map(local, (ROW, KEY, ROW, ROW, KEY, ROW, ROW), ROW)
     return run(*index, q, kv, lse, topk_idx)

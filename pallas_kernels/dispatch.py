@@ -1,30 +1,78 @@
 """Choose the implementation of an op, and let ops written for one sequence take leading batch axes."""
 
-from collections.abc import Callable
+import functools
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
+logger = logging.getLogger(__name__)
 
-def choose(op: str, implementation: str | None, available: tuple[str, ...]) -> str:
-    """Return the implementation to run: the named one, or the first available.
+HOPPER = "9.0"  # compute capability of H100 and H200
+
+
+def choose(
+    op: str, implementation: str | None, backends: Mapping[str, Callable[[], None] | None]
+) -> str:
+    """Return the implementation to run: the named one, or the first that takes the input.
+
+    The choice is logged once, with the reason of each better one that was passed over.
 
     Args:
-        op: Name of the op, for the message.
-        implementation: A name out of `available`, or None for the first.
-        available: Names, best first.
+        op: Name of the op, for messages.
+        implementation: A name out of `backends`, or None for the best.
+        backends: Names, best first; each with a check that raises NotImplementedError, saying why, where that backend
+            cannot take the input, or None if it takes every input.
 
     Returns:
         The chosen name.
 
     Raises:
-        ValueError: If `implementation` is not available.
+        ValueError: If `implementation` is unknown.
+        NotImplementedError: If the named implementation, or every one, cannot take the input.
     """
-    if implementation is None:
-        return available[0]
-    if implementation not in available:
-        raise ValueError(f"{op}: implementation={implementation!r} must be one of {available}")
-    return implementation
+    if implementation is not None:
+        if implementation not in backends:
+            raise ValueError(
+                f"{op}: implementation={implementation!r} must be one of {tuple(backends)}"
+            )
+        _check(op, implementation, backends[implementation])
+        return implementation
+    reasons: list[str] = []
+    for name, check in backends.items():
+        try:
+            _check(op, name, check)
+        except NotImplementedError as error:
+            reasons.append(str(error))
+            continue
+        _log_choice(op, name, tuple(reasons))
+        return name
+    raise NotImplementedError("; ".join(reasons))
+
+
+def _check(op: str, name: str, check: Callable[[], None] | None) -> None:
+    try:
+        if check is not None:
+            check()
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{op}: {name}: {error}") from error
+
+
+@functools.cache
+def _log_choice(op: str, name: str, reasons: tuple[str, ...]) -> None:
+    """Say once what runs; the cache is the memory of what was said."""
+    passed_over = f" ({'; '.join(reasons)})" if reasons else ""
+    logger.info("%s runs as %s%s", op, name, passed_over)
+
+
+def require_hopper() -> None:
+    """Raise NotImplementedError unless computations go to an NVIDIA Hopper GPU."""
+    device = jax.config.jax_default_device or jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    if capability != HOPPER:
+        kind = getattr(device, "device_kind", device)
+        raise NotImplementedError(f"needs an NVIDIA Hopper GPU, this is {kind}")
 
 
 def over_batch(fn: Callable[..., Any], n_batch_axes: int) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Call a Gluon kernel from JAX: compile it with Triton's own Gluon stages and launch it through jaxlib's Triton call."""
+"""Call a Gluon kernel from JAX: compile it with Triton's own Gluon stages, launch it through jaxlib's Triton call."""
 
 import functools
 import zlib
@@ -127,7 +127,8 @@ def gluon_call(
             "Gluon kernels need jax with its CUDA plugin: pip install jax[cuda13]"
         )
     outputs = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in out]
-    pointer_types = tuple(TRITON_TYPES[jnp.dtype(a.dtype).name] for a in (*arrays, *outputs))
+    dtypes = [jnp.dtype(a.dtype) for a in arrays] + [jnp.dtype(o.dtype) for o in outputs]
+    pointer_types = tuple(TRITON_TYPES[dtype.name] for dtype in dtypes)
     scalar_types = tuple(scalar_type(s) for s in scalars)
     compiled = _compiled(
         kernel, pointer_types, scalar_types, tuple(sorted(constants.items())), num_warps

@@ -5,7 +5,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import dispatch, query_blocks
 from pallas_kernels.dense_mla import reference
 
-IMPLEMENTATIONS = ("reference",)
+BACKENDS = {"reference": None}
 
 
 def dense_mla(
@@ -42,7 +42,7 @@ def dense_mla(
     Raises:
         ValueError: If `implementation` is unknown, or `causal` is given with T != S.
     """
-    dispatch.choose("dense_mla", implementation, IMPLEMENTATIONS)
+    dispatch.choose("dense_mla", implementation, BACKENDS)
     dispatch.check_causal("dense_mla", causal, q_THD.shape[-3], k_SHD.shape[-3])
     block = query_blocks.rows_per_block(k_SHD.shape[-3] * k_SHD.shape[-2])
 

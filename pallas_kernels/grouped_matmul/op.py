@@ -6,16 +6,15 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import reference
 
-IMPLEMENTATIONS = ("blocked", "ragged_dot")
 
-
-def preferred_implementation() -> str:
-    """Return "ragged_dot" where XLA has a grouped kernel (GPU, TPU), else "blocked".
+def preferred_order() -> tuple[str, ...]:
+    """Return "ragged_dot" first where XLA has a grouped kernel (GPU, TPU), else "blocked".
 
     On a CPU ragged_dot multiplies every row by every group: 17 ms against 1.5 ms for [4096, 128] x [8, 128, 96]
     on 2 cores (jax 0.11.2, 2026-11-29).
     """
-    return "blocked" if jax.default_backend() == "cpu" else "ragged_dot"
+    both = ("blocked", "ragged_dot")
+    return both if jax.default_backend() == "cpu" else both[::-1]
 
 
 def grouped_matmul(
@@ -46,9 +45,7 @@ def grouped_matmul(
     """
     if align < 1 or x_MK.shape[0] % align:
         raise ValueError(f"grouped_matmul: align={align} must divide M={x_MK.shape[0]}")
-    name = dispatch.choose(
-        "grouped_matmul", implementation or preferred_implementation(), IMPLEMENTATIONS
-    )
+    name = dispatch.choose("grouped_matmul", implementation, dict.fromkeys(preferred_order()))
     if name == "ragged_dot":
         return reference.ragged(x_MK, w_EKN, group_sizes)
     return reference.blocked(x_MK, w_EKN, group_sizes, align)

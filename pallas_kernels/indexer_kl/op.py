@@ -10,7 +10,7 @@ from pallas_kernels.indexer_kl import reference
 from pallas_kernels.indexer_scores import reference as scores_reference
 from pallas_kernels.sparse_mla import reference as sparse_reference
 
-IMPLEMENTATIONS = ("reference",)
+BACKENDS = {"reference": None}
 
 
 def indexer_kl(
@@ -56,7 +56,7 @@ def indexer_kl(
 
     Source: DeepSeek-V3.2 report, section 2.1, eqs. 3 and 4.
     """
-    dispatch.choose("indexer_kl", implementation, IMPLEMENTATIONS)
+    dispatch.choose("indexer_kl", implementation, BACKENDS)
     dispatch.check_causal("indexer_kl", causal, q_TJX.shape[-3], k_SX.shape[-2])
     attn_q_THD, attn_k_SHD, lse_TH = jax.lax.stop_gradient((attn_q_THD, attn_k_SHD, lse_TH))
     block = query_blocks.rows_per_block(k_SX.shape[-2] * attn_q_THD.shape[-2])
@@ -116,7 +116,7 @@ def sparse_indexer_kl(
 
     Source: DeepSeek-V3.2 report, section 2.1, eq. 4.
     """
-    dispatch.choose("sparse_indexer_kl", implementation, IMPLEMENTATIONS)
+    dispatch.choose("sparse_indexer_kl", implementation, BACKENDS)
     attn_q_THD, kv_SD, lse_TH = jax.lax.stop_gradient((attn_q_THD, kv_SD, lse_TH))
     widest = max(kv_SD.shape[-1], attn_q_THD.shape[-2], q_TJX.shape[-2])
     block = query_blocks.rows_per_block(topk_idx_TK.shape[-1] * widest)

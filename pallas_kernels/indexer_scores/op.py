@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import dispatch, query_blocks
 from pallas_kernels.indexer_scores import reference
 
-IMPLEMENTATIONS = ("reference",)
+BACKENDS = {"reference": None}
 
 
 def indexer_scores(
@@ -41,7 +41,7 @@ def indexer_scores(
 
     Source: DeepSeek-V3.2 report, eq. 1.
     """
-    dispatch.choose("indexer_scores", implementation, IMPLEMENTATIONS)
+    dispatch.choose("indexer_scores", implementation, BACKENDS)
     dispatch.check_causal("indexer_scores", causal, q_TJX.shape[-3], k_SX.shape[-2])
     n_keys = k_SX.shape[-2]
     block = query_blocks.rows_per_block(n_keys)

@@ -8,7 +8,7 @@ from pallas_kernels.fp8 import op as fp8
 from pallas_kernels.paged_indexer import reference
 from pallas_kernels.topk_select.op import indexer_topk
 
-IMPLEMENTATIONS = ("reference",)
+BACKENDS = {"reference": None}
 
 
 def paged_indexer_topk(
@@ -45,7 +45,7 @@ def paged_indexer_topk(
     Raises:
         ValueError: If k < 1, quantised keys lack their scales or `implementation` is unknown.
     """
-    dispatch.choose("paged_indexer_topk", implementation, IMPLEMENTATIONS)
+    dispatch.choose("paged_indexer_topk", implementation, BACKENDS)
     if (k_NX.dtype.itemsize == 1) != (k_scale_NG is not None):
         raise ValueError(
             f"paged_indexer_topk: {k_NX.dtype} keys {'need' if k_scale_NG is None else 'have no'} scales"
@@ -55,4 +55,7 @@ def paged_indexer_topk(
     if k_scale_NG is not None:
         scale_BSG = reference.read_pages(k_scale_NG, table_BP, page_size, last_B)
         keys_BSX = fp8.dequantize(keys_BSX, scale_BSG).astype(q_TJX.dtype)
-    return indexer_topk(q_TJX, keys_BSX, w_TJ, k=k, start=jnp.zeros_like(end), end=end)
+    start = jnp.zeros_like(end)
+    return indexer_topk(
+        q_TJX, keys_BSX, w_TJ, k=k, start=start, end=end, implementation=implementation
+    )

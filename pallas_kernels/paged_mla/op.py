@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import dispatch, query_blocks
 from pallas_kernels.paged_mla import reference
 
-IMPLEMENTATIONS = ("reference",)
+BACKENDS = {"reference": None}
 
 
 def paged_mla(
@@ -44,7 +44,7 @@ def paged_mla(
 
     Source: DeepSeek-V3.2 report, appendix A (MQA mode, decoding).
     """
-    dispatch.choose("paged_mla", implementation, IMPLEMENTATIONS)
+    dispatch.choose("paged_mla", implementation, BACKENDS)
     dim, width = q_THD.shape[-1], latent_NC.shape[-1] + rope_NR.shape[-1]
     if dim != width:
         raise ValueError(f"paged_mla: queries have {dim} dims, latent and rope key {width}")

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import dispatch, query_blocks
 from pallas_kernels.sparse_mla import reference
 
-IMPLEMENTATIONS = ("reference",)
+BACKENDS = {"reference": None}
 
 
 def sparse_mla(
@@ -39,7 +39,7 @@ def sparse_mla(
 
     Source: DeepSeek-V3.2 report, eq. 2 and appendix A (MQA mode).
     """
-    dispatch.choose("sparse_mla", implementation, IMPLEMENTATIONS)
+    dispatch.choose("sparse_mla", implementation, BACKENDS)
     dim = kv_SD.shape[-1]
     if not 1 <= value_dim <= dim:
         raise ValueError(f"sparse_mla: value_dim={value_dim} must be in [1, {dim}]")

@@ -9,7 +9,7 @@ from pallas_kernels import dispatch, query_blocks
 from pallas_kernels.indexer_scores import reference as scores_reference
 from pallas_kernels.topk_select import reference
 
-IMPLEMENTATIONS = ("reference",)
+BACKENDS = {"reference": None}
 
 
 def topk_select(
@@ -155,5 +155,5 @@ def _selected(
 
 
 def _check(op: str, k: int, implementation: str | None) -> None:
-    dispatch.choose(op, implementation, IMPLEMENTATIONS)
+    dispatch.choose(op, implementation, BACKENDS)
     dispatch.check_keyword(op, "k", k, 1)

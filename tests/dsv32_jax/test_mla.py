@@ -8,6 +8,7 @@ from flax import nnx
 
 import pallas_kernels
 from dsv32_jax import mla, rope, segments
+from pallas_kernels import dispatch
 
 FLOAT32_TOL = 2e-5  # four projections and a weighted mean of values ~1
 IDS = [[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 0], [3, 3, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4]]
@@ -148,6 +149,27 @@ def test_masked_max_len_is_the_longest_masked_row(module, sized, x, monkeypatch)
     assert gathered_rows == []
     run(with_form(module, sized, masked_max_len=N - 1), x, "sparse")
     assert gathered_rows == [N]
+
+
+@pytest.mark.parametrize("masked_max_len", [0, N])
+def test_the_field_kernels_names_the_implementation_of_every_op(
+    sized, x, masked_max_len, monkeypatch
+):
+    asked = {}
+    choose = dispatch.choose
+
+    def record(op, implementation, backends):
+        asked[op] = implementation
+        return choose(op, implementation, backends)
+
+    monkeypatch.setattr(dispatch, "choose", record)
+    form = dataclasses.replace(sized.mla, masked_max_len=masked_max_len)
+    for kernels, implementation in (("auto", None), ("reference", "reference")):
+        cfg = dataclasses.replace(sized, mla=form, kernels=kernels)
+        run(mla.MLA(cfg, rngs=nnx.Rngs(0)), x, "sparse", indexer_loss=True)
+        masked = {"dense_mla", "indexer_kl", "indexer_topk_mask"}
+        gathered = {"sparse_mla", "sparse_indexer_kl", "indexer_topk"}
+        assert asked == dict.fromkeys(masked if masked_max_len else gathered, implementation)
 
 
 def test_kl_compares_the_heads_sum_with_the_indexer(dense):

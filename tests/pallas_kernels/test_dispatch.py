@@ -5,19 +5,58 @@ import pytest
 from pallas_kernels import dispatch
 
 
-def test_the_first_implementation_is_the_default():
-    assert dispatch.choose("op", None, ("fast", "slow")) == "fast"
+def refuse():
+    raise NotImplementedError("needs even dims, got 3")
 
 
-def test_a_named_implementation_is_taken():
-    assert dispatch.choose("op", "slow", ("fast", "slow")) == "slow"
+@pytest.fixture
+def log(caplog):
+    """Return the log, with nothing remembered as said."""
+    dispatch._log_choice.cache_clear()
+    caplog.set_level("INFO", logger="pallas_kernels.dispatch")
+    return caplog
 
 
-def test_an_unknown_implementation_is_refused_with_the_known_ones():
+def test_the_first_backend_that_takes_the_input_is_chosen():
+    assert dispatch.choose("op", None, {"fast": None, "slow": None}) == "fast"
+    assert dispatch.choose("op", None, {"fast": refuse, "slow": None}) == "slow"
+
+
+def test_a_named_backend_is_taken():
+    assert dispatch.choose("op", "slow", {"fast": None, "slow": None}) == "slow"
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones():
     with pytest.raises(
         ValueError, match=r"op: implementation='none' must be one of \('fast', 'slow'\)"
     ):
-        dispatch.choose("op", "none", ("fast", "slow"))
+        dispatch.choose("op", "none", {"fast": None, "slow": None})
+
+
+def test_a_named_backend_that_cannot_take_the_input_says_why_and_is_not_replaced():
+    with pytest.raises(NotImplementedError, match="op: fast: needs even dims, got 3"):
+        dispatch.choose("op", "fast", {"fast": refuse, "slow": None})
+
+
+def test_all_reasons_are_given_when_nothing_takes_the_input():
+    with pytest.raises(NotImplementedError, match=r"op: a: needs even.*; op: b: needs even"):
+        dispatch.choose("op", None, {"a": refuse, "b": refuse})
+
+
+def test_a_choice_is_logged_once_with_what_was_passed_over(log):
+    for _ in range(2):
+        dispatch.choose("op", None, {"fast": refuse, "slow": None})
+        dispatch.choose("other", None, {"fast": None})
+
+    assert [r.getMessage() for r in log.records] == [
+        "op runs as slow (op: fast: needs even dims, got 3)",
+        "other runs as fast",
+    ]
+
+
+def test_another_device_than_hopper_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA Hopper GPU, this is cpu"):
+        dispatch.require_hopper()
 
 
 @pytest.mark.parametrize("n_batch_axes", [0, 1, 2])

@@ -13,6 +13,7 @@ from dsv32_jax import cache, parameters
 from dsv32_jax.config import v32_671b
 from dsv32_jax.generate import decoder
 from dsv32_jax.mla import MLA
+from pallas_kernels import dispatch
 
 FLOAT32_TOL = 2e-5  # float32 through two layers and the norm, states of size ~1
 B, T, K = 3, 30, 8  # top-k 8: the edge is crossed at the ninth token
@@ -74,6 +75,26 @@ def test_a_long_context_is_gone_on_with_as_in_one_pass(feeder, model, parts, cfg
     pieces = [193, 193] + [1] * last
     out = feed_in_pieces(fed, tokens, pieces)
     np.testing.assert_allclose(out, expected, atol=5 * FLOAT32_TOL)  # many more terms in each sum
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_the_field_kernels_reaches_the_ops_of_the_cache(
+    feeder, model, cfg, tokens, kernels, monkeypatch
+):
+    asked = {}
+    choose = dispatch.choose
+
+    def record(op, implementation, backends):
+        asked[op] = implementation
+        return choose(op, implementation, backends)
+
+    monkeypatch.setattr(dispatch, "choose", record)
+    cfg = dataclasses.replace(cfg, kernels=kernels)
+    parts = decoder.from_model(parameters.assemble(cfg, parameters.flatten(model)))
+    fed = feeder(parts, cfg, n_sequences=B, max_len=T, page_size=7)  # a shape not compiled before
+    feed_in_pieces(fed, tokens, [12, 1])
+    ops = ("paged_mla", "paged_indexer_topk", "indexer_topk", "indexer_topk_mask", "dense_mla")
+    assert {op: asked[op] for op in ops} == dict.fromkeys(ops, cfg.implementation)
 
 
 def test_sequences_of_different_length_and_idle_slots_go_together(

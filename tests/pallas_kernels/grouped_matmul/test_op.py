@@ -90,9 +90,9 @@ def test_bf16_products_accumulate_in_float32(rng, implementation, calc_diff):
 
 def test_a_cpu_prefers_blocks(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert op.preferred_implementation() == "blocked"
+    assert op.preferred_order() == ("blocked", "ragged_dot")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert op.preferred_implementation() == "ragged_dot"
+    assert op.preferred_order() == ("ragged_dot", "blocked")
 
 
 @pytest.mark.parametrize("align", [0, 5])
