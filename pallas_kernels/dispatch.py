@@ -1,7 +1,9 @@
 """Choose the implementation of an op, and let ops written for one sequence take leading batch axes."""
 
 import functools
+import importlib
 import logging
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +12,7 @@ import jax
 logger = logging.getLogger(__name__)
 
 HOPPER = "9.0"  # compute capability of H100 and H200
+GPU_PACKAGES = ("triton", "jax_triton")  # of the extra `gpu`
 
 
 def choose(
@@ -73,6 +76,17 @@ def require_hopper() -> None:
     if capability != HOPPER:
         kind = getattr(device, "device_kind", device)
         raise NotImplementedError(f"needs an NVIDIA Hopper GPU, this is {kind}")
+
+
+def load(module: str) -> types.ModuleType:
+    """Import a backend; raise NotImplementedError if the package that it is written in is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = str(error.name).split(".")[0]
+        if package not in GPU_PACKAGES:
+            raise
+        raise NotImplementedError(f"needs {package}: pip install dsv32-jax[gpu]") from error
 
 
 def over_batch(fn: Callable[..., Any], n_batch_axes: int) -> Callable[..., Any]:

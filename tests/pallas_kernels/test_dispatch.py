@@ -1,3 +1,5 @@
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -57,6 +59,19 @@ def test_a_choice_is_logged_once_with_what_was_passed_over(log):
 def test_another_device_than_hopper_is_refused_by_name():
     with pytest.raises(NotImplementedError, match="needs an NVIDIA Hopper GPU, this is cpu"):
         dispatch.require_hopper()
+
+
+def test_a_backend_without_its_package_is_not_available(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)  # import now raises ModuleNotFoundError
+    for name in [m for m in sys.modules if m.startswith(("pallas_kernels.gluon", "triton."))]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(NotImplementedError, match=r"needs triton: pip install dsv32-jax\[gpu\]"):
+        dispatch.load("pallas_kernels.gluon_hopper")
+
+
+def test_a_backend_that_lacks_something_else_is_a_fault():
+    with pytest.raises(ModuleNotFoundError, match="pallas_kernels.nowhere"):
+        dispatch.load("pallas_kernels.nowhere")
 
 
 @pytest.mark.parametrize("n_batch_axes", [0, 1, 2])
