@@ -1,4 +1,4 @@
-"""Time an attention layer of the released model, dense against sparse: `python benchmarks/attention_layer.py --help`."""
+"""Time an attention layer of the released model, dense and sparse: `python benchmarks/attention_layer.py --help`."""
 
 import argparse
 import dataclasses
