@@ -5,6 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 E4M3_MAX = 448.0
+E4M3_MANTISSA_BITS = 3
+E4M3_MIN_NORMAL = 2.0**-6
+E4M3_STEP = 2.0**-9  # between values below the smallest normal
 MIN_AMAX = 1e-4  # floor of the block maximum, DeepSeek-V3.2 inference/kernel.py act_quant
 FP8_BLOCK = 128  # channels that share a scale, DeepSeek-V3 report, section 3.3
 EXPONENT_BITS = 23
@@ -24,6 +27,23 @@ def power_of_two_ceil(x: Float[Array, "*N"]) -> Float[Array, "*N"]:
     up = (bits & MANTISSA_MASK) != 0
     exponent = (bits >> EXPONENT_BITS) + up.astype(jnp.int32)
     return jax.lax.bitcast_convert_type(exponent << EXPONENT_BITS, jnp.float32)
+
+
+def round_to_e4m3(x: Float[Array, "*N"]) -> Float[Array, "*N"]:
+    """Round float32 values in [-448, 448] to the nearest that e4m3 holds, ties to even, without leaving float32.
+
+    XLA for GPUs drops a conversion to fewer bits and back from one program, and the rounding with it
+    (`xla_allow_excess_precision`); arithmetic and `reduce_precision` stay.
+
+    Args:
+        x: float32 values within +-448; NaN stays.
+
+    Returns:
+        float32 values that convert to e4m3 exactly.
+    """
+    near_zero = jnp.abs(x) < E4M3_MIN_NORMAL
+    subnormal = jnp.round(x * (1.0 / E4M3_STEP)) * E4M3_STEP
+    return jnp.where(near_zero, subnormal, jax.lax.reduce_precision(x, 8, E4M3_MANTISSA_BITS))
 
 
 def quantize(
@@ -53,7 +73,8 @@ def quantize(
     x_GX = x.astype(jnp.float32).reshape(*x.shape[:-1], dim // block, block)
     amax_G = jnp.maximum(jnp.max(jnp.abs(x_GX), axis=-1), MIN_AMAX)
     scale_G = power_of_two_ceil(amax_G * (1.0 / E4M3_MAX))
-    x8_GX = jnp.clip(x_GX / scale_G[..., None], -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+    clipped_GX = jnp.clip(x_GX / scale_G[..., None], -E4M3_MAX, E4M3_MAX)
+    x8_GX = round_to_e4m3(clipped_GX).astype(jnp.float8_e4m3fn)
     return x8_GX.reshape(x.shape), scale_G
 
 

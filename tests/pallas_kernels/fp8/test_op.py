@@ -48,6 +48,24 @@ def test_every_e4m3_rounding_boundary_goes_to_even():
     check(x)
 
 
+def test_the_rounding_alone_does_what_the_conversion_does():
+    bits = np.random.default_rng().integers(0, 2**32, size=200_000, dtype=np.uint32)
+    x = bits.view(np.float32)
+    x = np.concatenate([x[np.abs(x) <= 448], np.linspace(-448, 448, 10_001, dtype=np.float32)])
+    expected = x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+    np.testing.assert_array_equal(jax.jit(fp8.round_to_e4m3)(x), expected)
+
+
+@pytest.mark.gpu
+def test_a_compiled_program_keeps_the_rounding():
+    x = np.random.default_rng().normal(size=(64, 128)).astype(np.float32)
+    x8, scale = oracle(x, 128)
+    expected = (x8.astype(np.float32).reshape(64, 1, 128) * scale[..., None]).reshape(x.shape)
+
+    np.testing.assert_array_equal(jax.jit(fp8.simulate)(jnp.asarray(x)), expected)
+
+
 @pytest.mark.parametrize("k", [-20, -3, 0, 1, 30])
 def test_a_maximum_of_448_times_a_power_of_two_keeps_that_power(k):
     x = np.full((1, 128), 2.0**k, np.float32)
