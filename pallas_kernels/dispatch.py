@@ -3,6 +3,7 @@
 import functools
 import importlib
 import logging
+import math
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -94,6 +95,26 @@ def over_batch(fn: Callable[..., Any], n_batch_axes: int) -> Callable[..., Any]:
     for _ in range(n_batch_axes):
         fn = jax.vmap(fn)
     return fn
+
+
+def each_sequence(fn: Callable[[Any], Any], arrays: Any, n_batch_axes: int) -> Any:
+    """Apply a function of one sequence to each of a batch in turn: for kernels that fill the device by themselves.
+
+    Args:
+        fn: Maps a tree of arrays without batch axes to another.
+        arrays: Tree of arrays that share their leading axes.
+        n_batch_axes: How many of them are the batch.
+
+    Returns:
+        The results, with the batch axes in front.
+    """
+    batch = jax.tree.leaves(arrays)[0].shape[:n_batch_axes]
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[n_batch_axes:]), arrays)
+    if math.prod(batch) == 1:
+        out = jax.tree.map(lambda x: x[None], fn(jax.tree.map(lambda x: x[0], flat)))
+    else:
+        out = jax.lax.map(fn, flat)
+    return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), out)
 
 
 def check_keyword(op: str, name: str, value: int, minimum: int) -> None:

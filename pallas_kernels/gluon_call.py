@@ -95,6 +95,7 @@ def gluon_call(
     scalars: Sequence[int | float] = (),
     num_warps: int = 4,
     zeroed: Sequence[int] = (),
+    aliases: Mapping[int, int] | None = None,
 ) -> list[jax.Array]:
     """Launch a Gluon kernel on arrays inside or outside `jax.jit`.
 
@@ -110,6 +111,7 @@ def gluon_call(
         scalars: Run-time scalars of the launch; floats are float32.
         num_warps: Warps of the default partition.
         zeroed: Which outputs to fill with zero bytes before the launch.
+        aliases: Output that shares the memory of an input, by the input's number; the kernel gets both pointers.
 
     Returns:
         The outputs.
@@ -143,7 +145,12 @@ def gluon_call(
         _launchable(gpu_triton, compiled), *grid, *(1,) * (3 - len(grid)), parameters
     )
     opaque = zlib.compress(launch.to_proto(compiled.metadata.name, b""))
-    call = jax.ffi.ffi_call(CALL_TARGET, outputs, vmap_method="sequential")
+    call = jax.ffi.ffi_call(
+        CALL_TARGET,
+        outputs,
+        vmap_method="sequential",
+        input_output_aliases=None if aliases is None else dict(aliases),
+    )
     return list(call(*arrays, opaque=opaque))
 
 

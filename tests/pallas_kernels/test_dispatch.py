@@ -70,7 +70,7 @@ def test_a_backend_without_its_package_is_not_available(monkeypatch):
 
 
 def test_a_backend_that_lacks_something_else_is_a_fault():
-    with pytest.raises(ModuleNotFoundError, match="pallas_kernels.nowhere"):
+    with pytest.raises(ModuleNotFoundError, match=r"pallas_kernels\.nowhere"):
         dispatch.load("pallas_kernels.nowhere")
 
 
@@ -81,6 +81,20 @@ def test_over_batch_maps_every_leading_axis(n_batch_axes):
     out = dispatch.over_batch(lambda row: row - jnp.max(row), n_batch_axes)(x)
 
     np.testing.assert_array_equal(out, x - x.max(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 3)])
+def test_each_sequence_maps_every_leading_axis(batch):
+    x = np.arange(120.0).reshape(-1, 4, 5)[: int(np.prod(batch))].reshape(*batch, 4, 5)
+
+    out, total = dispatch.each_sequence(
+        lambda a: (a["x"] - jnp.max(a["x"], -1, keepdims=True), jnp.sum(a["x"])),
+        {"x": x},
+        len(batch),
+    )
+
+    np.testing.assert_array_equal(out, x - x.max(-1, keepdims=True))
+    np.testing.assert_array_equal(total, x.sum((-1, -2)))
 
 
 def test_an_option_below_its_minimum_is_refused():
