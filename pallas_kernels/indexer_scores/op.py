@@ -1,12 +1,31 @@
 """Public op: lightning indexer scores."""
 
+import functools
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, query_blocks
 from pallas_kernels.indexer_scores import reference
 
-BACKENDS = {"reference": None}
+FP8 = "pallas_gpu_fp8"
+
+
+def backends(
+    q_TJX: Array, k_SX: Array, implementation: str | None
+) -> dict[str, Callable[[], None] | None]:
+    """Return the implementations and their checks, best first.
+
+    FP8 products run only where they are named: Hopper's tensor cores add them with fewer bits than selection needs.
+    """
+
+    def check(fp8: bool) -> None:
+        dispatch.require_hopper()
+        dispatch.load("pallas_kernels.indexer_scores.pallas_gpu").check(q_TJX, k_SX, fp8=fp8)
+
+    named = {FP8: functools.partial(check, True)} if implementation == FP8 else {}
+    return {**named, "pallas_gpu": functools.partial(check, False), "reference": None}
 
 
 def indexer_scores(
@@ -31,7 +50,8 @@ def indexer_scores(
         start: int32, first valid key of each query, in [0, S].
         end: int32, one past the last valid key, in [0, S]; `end <= start` is an empty row.
         causal: Promise that `end[t] <= t + 1` and T == S; later keys are then never computed.
-        implementation: None picks the best.
+        implementation: None picks the best; "pallas_gpu_fp8", never picked, multiplies e4m3 operands, one scale a
+            row: scores then differ in their fourth digit. Kernels have no derivative.
 
     Returns:
         float32 scores. A NaN input gives NaN where it is used.
@@ -41,8 +61,12 @@ def indexer_scores(
 
     Source: DeepSeek-V3.2 report, eq. 1.
     """
-    dispatch.choose("indexer_scores", implementation, BACKENDS)
     dispatch.check_causal("indexer_scores", causal, q_TJX.shape[-3], k_SX.shape[-2])
+    choices = backends(q_TJX, k_SX, implementation)
+    name = dispatch.choose("indexer_scores", implementation, choices)
+    if name != "reference":
+        kernel = dispatch.load("pallas_kernels.indexer_scores.pallas_gpu")
+        return kernel.scores(q_TJX, k_SX, w_TJ, start, end, fp8=name == FP8)
     n_keys = k_SX.shape[-2]
     block = query_blocks.rows_per_block(n_keys)
 
