@@ -1,15 +1,17 @@
 """Public ops: exact top-k selection, alone and fused with the indexer's scores."""
 
+import functools
+import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch, query_blocks
+from pallas_kernels.indexer_scores import op as scores_op
 from pallas_kernels.indexer_scores import reference as scores_reference
 from pallas_kernels.topk_select import reference
-
-BACKENDS = {"reference": None}
 
 
 def topk_select(
@@ -40,9 +42,16 @@ def topk_select(
 
     Source: DeepSeek-V3.2 report, section 2.1; the tie rule is this project's.
     """
-    _check("topk_select", k, implementation)
+    dispatch.check_keyword("topk_select", "k", k, 1)
     if scores_TS.dtype != jnp.float32:
         raise ValueError(f"topk_select: scores must be float32, got {scores_TS.dtype}")
+    rows = (math.prod(scores_TS.shape[:-1]), scores_TS.shape[-1])
+    choices = {"pallas_gpu": functools.partial(_check_select, rows, k), "reference": None}
+    if dispatch.choose("topk_select", implementation, choices) == "pallas_gpu":
+        kernel = dispatch.load("pallas_kernels.topk_select.pallas_gpu")
+        first, last = (x.astype(jnp.int32).reshape(-1) for x in (start, end))
+        index = kernel.topk_select(scores_TS.reshape(rows), k=k, start=first, end=last)
+        return index.reshape(*scores_TS.shape[:-1], k)
 
     def one(scores: Array, first: Array, last: Array) -> Array:
         return reference.mask_to_indices(reference.topk_mask(scores, k, first, last), k)
@@ -81,8 +90,12 @@ def indexer_topk(
     Raises:
         ValueError: If k < 1, `implementation` is unknown, or `causal` is given with T != S.
     """
-    _check("indexer_topk", k, implementation)
+    dispatch.check_keyword("indexer_topk", "k", k, 1)
     dispatch.check_causal("indexer_topk", causal, q_TJX.shape[-3], k_SX.shape[-2])
+    name = _choose_fused("indexer_topk", q_TJX, k_SX, k, implementation)
+    if name != "reference":
+        arrays = (q_TJX, k_SX, w_TJ, start, end)
+        return _fused("indexer_topk", arrays, k, q_TJX.ndim - 3, name)
 
     def finish(mask_TS: Array) -> Array:
         return reference.mask_to_indices(mask_TS, k)
@@ -119,9 +132,13 @@ def indexer_topk_mask(
     Raises:
         ValueError: If k < 1, `implementation` is unknown, or `causal` is given with T != S.
     """
-    _check("indexer_topk_mask", k, implementation)
+    dispatch.check_keyword("indexer_topk_mask", "k", k, 1)
     dispatch.check_causal("indexer_topk_mask", causal, q_TJX.shape[-3], k_SX.shape[-2])
     n_keys = k_SX.shape[-2]
+    name = _choose_fused("indexer_topk_mask", q_TJX, k_SX, k, implementation)
+    if name != "reference":
+        arrays = (q_TJX, k_SX, w_TJ, start, end)
+        return _fused("indexer_topk_mask", arrays, k, q_TJX.ndim - 3, name)
 
     def finish(mask_TS: Array) -> Array:
         return jnp.pad(mask_TS, ((0, 0), (0, n_keys - mask_TS.shape[1])))
@@ -154,6 +171,33 @@ def _selected(
     return dispatch.over_batch(one, q_TJX.ndim - 3)(q_TJX, k_SX, w_TJ, *bounds)
 
 
-def _check(op: str, k: int, implementation: str | None) -> None:
-    dispatch.choose(op, implementation, BACKENDS)
-    dispatch.check_keyword(op, "k", k, 1)
+def _check_select(shape: tuple[int, ...], k: int) -> None:
+    """Raise NotImplementedError if the GPU kernel cannot select from scores of this shape."""
+    dispatch.require_hopper()
+    kernel = dispatch.load("pallas_kernels.topk_select.pallas_gpu")
+    kernel.check(jax.ShapeDtypeStruct(shape, jnp.float32), k)
+
+
+def _choose_fused(op: str, q_TJX: Array, k_SX: Array, k: int, implementation: str | None) -> str:
+    """Choose for scores and selection together: a kernel must take both."""
+    choices = scores_op.backends(q_TJX, k_SX, implementation)
+
+    def both(check_scores: Callable[[], None]) -> None:
+        check_scores()
+        _check_select((q_TJX.shape[-3], k_SX.shape[-2]), k)
+
+    fused = {name: check and functools.partial(both, check) for name, check in choices.items()}
+    return dispatch.choose(op, implementation, fused)
+
+
+def _fused(form: str, arrays: tuple[Array, ...], k: int, n_batch_axes: int, name: str) -> Array:
+    """Run a fused form of the GPU, "indexer_topk" or "indexer_topk_mask", on one sequence after the other."""
+    fused = dispatch.load("pallas_kernels.topk_select.fused_gpu")
+    kernel = dispatch.load("pallas_kernels.indexer_scores.pallas_gpu")
+    scores = functools.partial(kernel.scores, fp8=name == scores_op.FP8)
+
+    def one(sequence: tuple[Array, ...]) -> Array:
+        q, keys, w, first, last = sequence
+        return getattr(fused, form)(q, keys, w, k=k, start=first, end=last, scores=scores)
+
+    return dispatch.each_sequence(one, arrays, n_batch_axes)
