@@ -1,11 +1,19 @@
 """Public op: attention to listed keys, in absorbed MQA form."""
 
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, query_blocks
 from pallas_kernels.sparse_mla import reference
 
-BACKENDS = {"reference": None}
+FOLDER = "pallas_kernels.sparse_mla."
+BACKWARD = {"gluon_gpu": "gluon_gpu_backward", "pallas_gpu": "pallas_gpu_backward"}
+DETERMINISTIC = ("gluon_gpu",)  # kernels with a repeatable backward
 
 
 def sparse_mla(
@@ -15,6 +23,7 @@ def sparse_mla(
     *,
     scale: float,
     value_dim: int,
+    deterministic: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*B T H U"], Float[Array, "*B T H"]]:
     """Attend to the listed keys of one key-value head that all query heads share.
@@ -28,6 +37,8 @@ def sparse_mla(
         topk_idx_TK: int32 key indices, any order; the caller has made them causal.
         scale: Factor on the logits.
         value_dim: The values are the first `value_dim` columns of `kv_SD`, in [1, D].
+        deterministic: Make the kernels' gradient of `kv_SD` the same bits every time; slower. The sums of the
+            definition are in the order XLA chooses.
         implementation: None picks the best.
 
     Returns:
@@ -36,15 +47,82 @@ def sparse_mla(
 
     Raises:
         ValueError: If `value_dim` is outside [1, D] or `implementation` is unknown.
+        NotImplementedError: If the named implementation cannot take the input.
 
     Source: DeepSeek-V3.2 report, eq. 2 and appendix A (MQA mode).
     """
-    dispatch.choose("sparse_mla", implementation, BACKENDS)
     dim = kv_SD.shape[-1]
     if not 1 <= value_dim <= dim:
         raise ValueError(f"sparse_mla: value_dim={value_dim} must be in [1, {dim}]")
+
+    def check(name: str) -> None:
+        dispatch.require_hopper()
+        if 0 in (*q_THD.shape, *kv_SD.shape, *topk_idx_TK.shape):
+            raise NotImplementedError("an axis of length 0")
+        if deterministic and name not in DETERMINISTIC:
+            raise NotImplementedError("has no deterministic backward")
+        backend = dispatch.load(FOLDER + name)
+        backend.check(q_THD, kv_SD, topk_idx_TK, scale=scale, value_dim=value_dim)
+
+    choices = {name: functools.partial(check, name) for name in BACKWARD}
+    name = dispatch.choose("sparse_mla", implementation, {**choices, "reference": None})
+    if name == "reference":
+        return _reference(q_THD, kv_SD, topk_idx_TK, scale, value_dim)
+    batch = q_THD.shape[:-3]
+    q, kv, topk_idx = one_sequence(q_THD, kv_SD, topk_idx_TK)
+    options = (("name", name), ("scale", scale), ("value_dim", value_dim))
+    out, lse = _attend(q, kv, topk_idx, (*options, ("deterministic", deterministic)))
+    return out.reshape(*batch, -1, *out.shape[1:]), lse.reshape(*batch, -1, lse.shape[-1])
+
+
+def one_sequence(
+    q_THD: Float[Array, "*B T H D"],
+    kv_SD: Float[Array, "*B S D"],
+    topk_idx_TK: Int[Array, "*B T K"],
+) -> tuple[Float[Array, "N H D"], Float[Array, "M D"], Int[Array, "N K"]]:
+    """Lay the sequences of a batch end to end, with indices into the joined keys; invalid slots become -1."""
+    n_keys = kv_SD.shape[-2]
+    n_sequences = math.prod(kv_SD.shape[:-2])
+    idx_BTK = topk_idx_TK.astype(jnp.int32).reshape(n_sequences, -1, topk_idx_TK.shape[-1])
+    first_B11 = n_keys * jnp.arange(n_sequences, dtype=jnp.int32)[:, None, None]
+    idx_BTK = jnp.where((idx_BTK >= 0) & (idx_BTK < n_keys), idx_BTK + first_B11, -1)
+    q_NHD = q_THD.reshape(-1, *q_THD.shape[-2:])
+    return q_NHD, kv_SD.reshape(-1, kv_SD.shape[-1]), idx_BTK.reshape(-1, idx_BTK.shape[-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _attend(q: Array, kv: Array, topk_idx: Array, options: tuple) -> tuple[Array, Array]:
+    """Run a kernel's forward; `options` is a tuple of pairs, so that it can be hashed."""
+    chosen = dict(options)
+    backend = dispatch.load(FOLDER + chosen["name"])
+    scale, value_dim = chosen["scale"], chosen["value_dim"]
+    return backend.forward(q, kv, topk_idx, scale=scale, value_dim=value_dim)
+
+
+def _attend_forward(q: Array, kv: Array, topk_idx: Array, options: tuple) -> tuple[Any, Any]:
+    out, lse = _attend(q, kv, topk_idx, options)
+    return (out, lse), (q, kv, topk_idx, out, lse)
+
+
+def _attend_backward(options: tuple, residuals: tuple, cotangents: tuple) -> tuple:
+    chosen = dict(options)
+    backend = dispatch.load(FOLDER + BACKWARD[chosen["name"]])
+    keywords = {"scale": chosen["scale"], "value_dim": chosen["value_dim"]}
+    if chosen["deterministic"]:
+        keywords["deterministic"] = True
+    dq, dkv = backend.backward(*residuals, *cotangents, **keywords)
+    return dq, dkv, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _reference(
+    q_THD: Array, kv_SD: Array, topk_idx_TK: Array, scale: float, value_dim: int
+) -> tuple[Array, Array]:
+    """Run the definition a block of queries at a time."""
     n_slots = topk_idx_TK.shape[-1]
-    block = query_blocks.rows_per_block(n_slots * max(dim, q_THD.shape[-2]))
+    block = query_blocks.rows_per_block(n_slots * max(kv_SD.shape[-1], q_THD.shape[-2]))
 
     def attend_block(rows: tuple[Array, Array], kv: Array) -> tuple[Array, Array]:
         q, topk_idx = rows
