@@ -5,7 +5,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import dispatch, query_blocks
 from pallas_kernels.dense_mla import reference
 
-BACKENDS = {"reference": None}
+PALLAS = "pallas_kernels.dense_mla.pallas_gpu"
 
 
 def dense_mla(
@@ -41,9 +41,18 @@ def dense_mla(
 
     Raises:
         ValueError: If `implementation` is unknown, or `causal` is given with T != S.
+        NotImplementedError: If the named implementation cannot take the input.
     """
-    dispatch.choose("dense_mla", implementation, BACKENDS)
     dispatch.check_causal("dense_mla", causal, q_THD.shape[-3], k_SHD.shape[-3])
+
+    def check() -> None:
+        dispatch.require_hopper()
+        dispatch.load(PALLAS).check(q_THD, k_SHD, v_SHU, scale)
+
+    choices = {"pallas_gpu": check, "reference": None}
+    if dispatch.choose("dense_mla", implementation, choices) == "pallas_gpu":
+        ranges = {"start": start, "end": end, "selected": selected}
+        return dispatch.load(PALLAS).dense_mla(q_THD, k_SHD, v_SHU, scale=scale, **ranges)
     block = query_blocks.rows_per_block(k_SHD.shape[-3] * k_SHD.shape[-2])
 
     def attend_block(rows: tuple, keys: tuple[Array, Array]) -> tuple[Array, Array]:
