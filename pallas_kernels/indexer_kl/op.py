@@ -1,5 +1,8 @@
 """Public ops: the indexer's KL loss over a range of keys, or over listed keys."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -10,7 +13,7 @@ from pallas_kernels.indexer_kl import reference
 from pallas_kernels.indexer_scores import reference as scores_reference
 from pallas_kernels.sparse_mla import reference as sparse_reference
 
-BACKENDS = {"reference": None}
+FOLDER = "pallas_kernels.indexer_kl."
 
 
 def indexer_kl(
@@ -53,12 +56,25 @@ def indexer_kl(
 
     Raises:
         ValueError: If `implementation` is unknown, or `causal` is given with T != S.
+        NotImplementedError: If the named implementation cannot take the input.
 
     Source: DeepSeek-V3.2 report, section 2.1, eqs. 3 and 4.
     """
-    dispatch.choose("indexer_kl", implementation, BACKENDS)
     dispatch.check_causal("indexer_kl", causal, q_TJX.shape[-3], k_SX.shape[-2])
     attn_q_THD, attn_k_SHD, lse_TH = jax.lax.stop_gradient((attn_q_THD, attn_k_SHD, lse_TH))
+
+    def check() -> None:
+        dispatch.require_hopper()
+        kernel = dispatch.load(FOLDER + "pallas_gpu_loss")
+        kernel.check(q_TJX, k_SX, attn_q_THD, attn_k_SHD, scale)
+
+    choices = {"pallas_gpu": check, "reference": None}
+    if dispatch.choose("indexer_kl", implementation, choices) == "pallas_gpu":
+        w_TJ = w_TJ.astype(jnp.float32)
+        others = (attn_q_THD, attn_k_SHD, lse_TH, start, end, selected)
+        return dispatch.each_sequence(
+            lambda x: _range_kl(*x, scale), (q_TJX, k_SX, w_TJ, others), q_TJX.ndim - 3
+        )
     block = query_blocks.rows_per_block(k_SX.shape[-2] * attn_q_THD.shape[-2])
 
     def kl_block(rows: tuple, keys: tuple[Array, Array]) -> Array:
@@ -91,6 +107,7 @@ def sparse_indexer_kl(
     topk_idx_TK: Int[Array, "*B T K"],
     *,
     scale: float,
+    deterministic: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*B T"]:
     """Measure `indexer_kl` over listed keys, for attention in absorbed MQA form.
@@ -106,6 +123,7 @@ def sparse_indexer_kl(
         lse_TH: float32 log-sum-exp of the attention over the same listed keys.
         topk_idx_TK: int32 key indices; -1 and out-of-range slots are ignored.
         scale: The attention's factor on the logits.
+        deterministic: Make the kernel's gradient of `k_SX` the same bits every time; slower.
         implementation: None picks the best.
 
     Returns:
@@ -113,11 +131,26 @@ def sparse_indexer_kl(
 
     Raises:
         ValueError: If `implementation` is unknown.
+        NotImplementedError: If the named implementation cannot take the input.
 
     Source: DeepSeek-V3.2 report, section 2.1, eq. 4.
     """
-    dispatch.choose("sparse_indexer_kl", implementation, BACKENDS)
     attn_q_THD, kv_SD, lse_TH = jax.lax.stop_gradient((attn_q_THD, kv_SD, lse_TH))
+
+    def check() -> None:
+        dispatch.require_hopper()
+        kernel = dispatch.load(FOLDER + "gluon_gpu")
+        kernel.check(q_TJX, attn_q_THD, topk_idx_TK)
+
+    choices = {"gluon_gpu": check, "reference": None}
+    if dispatch.choose("sparse_indexer_kl", implementation, choices) == "gluon_gpu":
+        w_TJ = w_TJ.astype(jnp.float32)
+        others = (attn_q_THD, kv_SD, lse_TH, topk_idx_TK.astype(jnp.int32))
+        return dispatch.each_sequence(
+            lambda x: _listed_kl(*x, (scale, deterministic)),
+            (q_TJX, k_SX, w_TJ, others),
+            q_TJX.ndim - 3,
+        )
     widest = max(kv_SD.shape[-1], attn_q_THD.shape[-2], q_TJX.shape[-2])
     block = query_blocks.rows_per_block(topk_idx_TK.shape[-1] * widest)
 
@@ -140,3 +173,51 @@ def sparse_indexer_kl(
 
     arguments = (q_TJX, k_SX, w_TJ, attn_q_THD, kv_SD, lse_TH, topk_idx_TK)
     return dispatch.over_batch(one, q_TJX.ndim - 3)(*arguments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _range_kl(q: Array, k: Array, w: Array, others: tuple, scale: float) -> Array:
+    """Run the range form on kernels, one sequence; `others` are constants of the loss."""
+    attn_q, attn_k, lse, start, end, selected = others
+    gpu = dispatch.load(FOLDER + "pallas_gpu_loss")
+    rows = gpu.Rows(q, w, attn_q, lse, start, end, selected)
+    return gpu.kl_rows(rows, gpu.Keys(k, attn_k), scale=scale)
+
+
+def _range_kl_forward(
+    q: Array, k: Array, w: Array, others: tuple, scale: float
+) -> tuple[Array, tuple]:
+    return _range_kl(q, k, w, others, scale), (q, k, w, others)
+
+
+def _range_kl_backward(scale: float, residuals: tuple, d_kl: Array) -> tuple:
+    q, k, w, others = residuals
+    attn_q, attn_k, lse, start, end, selected = others
+    gpu = dispatch.load(FOLDER + "pallas_gpu_loss")
+    rows = gpu.Rows(q, w, attn_q, lse, start, end, selected)
+    d_q, d_k, d_w = gpu.gradients(rows, gpu.Keys(k, attn_k), d_kl, scale=scale)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_w.astype(w.dtype), None
+
+
+_range_kl.defvjp(_range_kl_forward, _range_kl_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _listed_kl(q: Array, k: Array, w: Array, others: tuple, options: tuple[float, bool]) -> Array:
+    """Run the listed form on kernels, one sequence; `options` are the scale and whether to be deterministic."""
+    return _listed_kl_forward(q, k, w, others, options)[0]
+
+
+def _listed_kl_forward(
+    q: Array, k: Array, w: Array, others: tuple, options: tuple[float, bool]
+) -> tuple[Array, Any]:
+    gpu = dispatch.load(FOLDER + "gluon_gpu")
+    return gpu.kl_rows(q, k, w, *others, scale=options[0])
+
+
+def _listed_kl_backward(options: tuple[float, bool], residuals: Any, d_kl: Array) -> tuple:
+    gpu = dispatch.load(FOLDER + "gluon_gpu")
+    return *gpu.gradients(residuals, d_kl, deterministic=options[1]), None
+
+
+_listed_kl.defvjp(_listed_kl_forward, _listed_kl_backward)
