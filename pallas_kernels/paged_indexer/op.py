@@ -8,7 +8,8 @@ from pallas_kernels.fp8 import op as fp8
 from pallas_kernels.paged_indexer import reference
 from pallas_kernels.topk_select.op import indexer_topk
 
-BACKENDS = {"reference": None}
+GLUON = "pallas_kernels.paged_indexer.gluon_gpu"
+MAX_SCORES = 2**29  # held at a time on a GPU: 2 GiB
 
 
 def paged_indexer_topk(
@@ -44,12 +45,38 @@ def paged_indexer_topk(
 
     Raises:
         ValueError: If k < 1, quantised keys lack their scales or `implementation` is unknown.
+        NotImplementedError: If the named implementation cannot take the input.
     """
-    dispatch.choose("paged_indexer_topk", implementation, BACKENDS)
+    dispatch.check_keyword("paged_indexer_topk", "k", k, 1)
     if (k_NX.dtype.itemsize == 1) != (k_scale_NG is not None):
         raise ValueError(
             f"paged_indexer_topk: {k_NX.dtype} keys {'need' if k_scale_NG is None else 'have no'} scales"
         )
+    n_keys = table_BP.shape[1] * page_size
+
+    def check() -> None:
+        dispatch.require_hopper()
+        dispatch.load(GLUON).check(q_TJX, k_NX, k_scale_NG=k_scale_NG)
+
+    choices = {"gluon_gpu": check, "reference": None}
+    name = dispatch.choose("paged_indexer_topk", implementation, choices)
+    if name == "gluon_gpu":
+        kernel = dispatch.load(GLUON)
+        step = max(1, MAX_SCORES // (n_keys * q_TJX.shape[0]))
+        pages = {"page_size": page_size, "k_scale_NG": k_scale_NG}
+        parts = [
+            kernel.paged_indexer_topk(
+                q_TJX[:, t : t + step],
+                k_NX,
+                w_TJ[:, t : t + step],
+                table_BP,
+                k=k,
+                end=end[:, t : t + step],
+                **pages,
+            )
+            for t in range(0, q_TJX.shape[1], step)
+        ]
+        return jnp.concatenate(parts, axis=1)
     last_B = jnp.max(end, axis=1)
     keys_BSX = reference.read_pages(k_NX, table_BP, page_size, last_B)
     if k_scale_NG is not None:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import dispatch, query_blocks
 from pallas_kernels.paged_mla import reference
 
-BACKENDS = {"reference": None}
+GLUON = "pallas_kernels.paged_mla.gluon_gpu"
 
 
 def paged_mla(
@@ -41,10 +41,10 @@ def paged_mla(
 
     Raises:
         ValueError: If the widths do not add up, a quantised latent lacks its scales or `implementation` is unknown.
+        NotImplementedError: If the named implementation cannot take the input.
 
     Source: DeepSeek-V3.2 report, appendix A (MQA mode, decoding).
     """
-    dispatch.choose("paged_mla", implementation, BACKENDS)
     dim, width = q_THD.shape[-1], latent_NC.shape[-1] + rope_NR.shape[-1]
     if dim != width:
         raise ValueError(f"paged_mla: queries have {dim} dims, latent and rope key {width}")
@@ -52,17 +52,37 @@ def paged_mla(
         raise ValueError(
             f"paged_mla: a {latent_NC.dtype} latent {'needs' if latent_scale_NG is None else 'has no'} scales"
         )
+
+    def check() -> None:
+        dispatch.require_hopper()
+        dispatch.load(GLUON).check(
+            q_THD, latent_NC, rope_NR, scale=scale, latent_scale_NG=latent_scale_NG
+        )
+
+    name = dispatch.choose("paged_mla", implementation, {"gluon_gpu": check, "reference": None})
     batch, n_slots = rows_TK.shape[:-1], rows_TK.shape[-1]
-    block = query_blocks.rows_per_block(n_slots * max(dim, q_THD.shape[-2]))
+    n_queries = math.prod(batch)
+    q, rows = q_THD.reshape(n_queries, *q_THD.shape[-2:]), rows_TK.reshape(n_queries, n_slots)
+    if name == "reference":
+        out = _reference(q, rows, (latent_NC, rope_NR, latent_scale_NG), scale)
+    else:
+        kernel = dispatch.load(GLUON)
+        out = kernel.paged_mla(q, latent_NC, rope_NR, latent_scale_NG, rows, scale)
+    return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), out)
+
+
+def _reference(
+    q_THD: Array, rows_TK: Array, cache: tuple[Array, Array, Array | None], scale: float
+) -> tuple[Array, Array]:
+    """Run the definition a block of queries at a time."""
+    widest = max(q_THD.shape[-1], q_THD.shape[-2])
+    block = query_blocks.rows_per_block(rows_TK.shape[-1] * widest)
 
     def attend_block(rows: tuple[Array, Array], cache: tuple) -> tuple[Array, Array]:
         q, listed = rows
         latent, rope, latent_scale = cache
         return reference.paged_mla(q, latent, rope, latent_scale, listed, scale)
 
-    n_queries = math.prod(batch)
-    rows = (q_THD.reshape(n_queries, *q_THD.shape[-2:]), rows_TK.reshape(n_queries, n_slots))
-    out = query_blocks.map_query_blocks(
-        attend_block, rows, (latent_NC, rope_NR, latent_scale_NG), block=block, causal=False
+    return query_blocks.map_query_blocks(
+        attend_block, (q_THD, rows_TK), cache, block=block, causal=False
     )
-    return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), out)
