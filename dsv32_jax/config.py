@@ -227,6 +227,9 @@ class ModelConfig:
         scan_unroll: Layers per step of the scan over stacked layers; more compiles longer and may run faster.
         kernels: What runs attention and selection: the best kernel for the device and shapes, or the plain-jnp
             definitions, which run anywhere.
+        deterministic: Sum the gradients of keys that many queries list in an order that never changes, where a kernel
+            would take the order in which they come; slower. Off, a resumed run on a GPU equals one that went on to
+            rounding only.
     """
 
     vocab_size: int
@@ -245,6 +248,7 @@ class ModelConfig:
     remat: Remat = "none"
     scan_unroll: int = 1
     kernels: Kernels = "auto"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         """Check ranges and the fields that must fit each other."""

@@ -118,11 +118,13 @@ class MLA(nnx.Module):
             q, kv = self.absorb(parts)
             chosen_BTK = sharded_ops.select_indices(index, topk, start, end, kernels)
             out, lse = sharded_ops.attend_selected(
-                q, kv, chosen_BTK, scale, cfg.mla.kv_lora_rank, kernels
+                q, kv, chosen_BTK, scale, cfg.mla.kv_lora_rank, kernels, cfg.deterministic
             )
             out = self.unabsorb(out)
             if indexer_loss:
-                kl_BT = sharded_ops.selected_kl(index, q, kv, lse, chosen_BTK, scale, kernels)
+                kl_BT = sharded_ops.selected_kl(
+                    index, q, kv, lse, chosen_BTK, scale, kernels, cfg.deterministic
+                )
         else:
             q, k, v = self.expand(parts)
             if mode == "window":

@@ -5,6 +5,7 @@ its loss need all heads of a query, so there the rows are cut finer instead.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -24,6 +25,12 @@ KEY = spec("batch")
 def _causal() -> bool:
     """Whether a shard's rows are the same positions as its keys, so that later keys can be skipped."""
     return sharding.axis_size(*sharding.RULES["rows"]) == 1
+
+
+def _around_kernels(local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+    """Run local on each device's shard; results of GPU kernels carry no types of varying axes, so none are checked."""
+    check_vma = jax.default_backend() != "gpu"
+    return sharding.shard_map(local, in_specs, out_specs, check_vma=check_vma)
 
 
 def attend_range(
@@ -54,7 +61,7 @@ def attend_range(
 
     masks = () if selected is None else (selected,)
     in_specs = (QUERY_HEADS, KEY_HEADS, KEY_HEADS, QUERY, QUERY) + (QUERY,) * len(masks)
-    run = sharding.shard_map(local, in_specs, (QUERY_HEADS, QUERY_HEADS))
+    run = _around_kernels(local, in_specs, (QUERY_HEADS, QUERY_HEADS))
     return run(q, k, v, start, end, *masks)
 
 
@@ -65,15 +72,22 @@ def attend_selected(
     scale: float,
     value_dim: int,
     implementation: str | None,
+    deterministic: bool,
 ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T H"]]:
     """Run `sparse_mla` on every device's queries and heads."""
 
     def local(q: Array, kv: Array, topk_idx: Array) -> tuple[Array, Array]:
         return pallas_kernels.sparse_mla(
-            q, kv, topk_idx, scale=scale, value_dim=value_dim, implementation=implementation
+            q,
+            kv,
+            topk_idx,
+            scale=scale,
+            value_dim=value_dim,
+            deterministic=deterministic,
+            implementation=implementation,
         )
 
-    run = sharding.shard_map(local, (QUERY_HEADS, KEY, QUERY), (QUERY_HEADS, QUERY_HEADS))
+    run = _around_kernels(local, (QUERY_HEADS, KEY, QUERY), (QUERY_HEADS, QUERY_HEADS))
     return run(q, kv, topk_idx)
 
 
@@ -113,7 +127,7 @@ def _select(
             q, k, w, k=topk, start=start, end=end, causal=causal, implementation=implementation
         )
 
-    run = sharding.shard_map(local, (ROW, KEY, ROW, ROW, ROW), ROW)
+    run = _around_kernels(local, (ROW, KEY, ROW, ROW, ROW), ROW)
     return run(*jax.lax.stop_gradient(index), *bounds)
 
 
@@ -146,7 +160,7 @@ def range_kl(
 
     masks = () if selected is None else (selected,)
     in_specs = (ROW, KEY, ROW, ROW, KEY, ROW, ROW, ROW) + (ROW,) * len(masks)
-    return sharding.shard_map(local, in_specs, ROW)(*index, q, k, lse, start, end, *masks)
+    return _around_kernels(local, in_specs, ROW)(*index, q, k, lse, start, end, *masks)
 
 
 def selected_kl(
@@ -157,11 +171,14 @@ def selected_kl(
     topk_idx: Int[Array, "B T K"],
     scale: float,
     implementation: str | None,
+    deterministic: bool,
 ) -> Float[Array, "B T"]:
     """Run `sparse_indexer_kl` on every device's rows, with all heads."""
 
     def local(*arrays: Array) -> Array:
-        return pallas_kernels.sparse_indexer_kl(*arrays, scale=scale, implementation=implementation)
+        return pallas_kernels.sparse_indexer_kl(
+            *arrays, scale=scale, deterministic=deterministic, implementation=implementation
+        )
 
-    run = sharding.shard_map(local, (ROW, KEY, ROW, ROW, KEY, ROW, ROW), ROW)
+    run = _around_kernels(local, (ROW, KEY, ROW, ROW, KEY, ROW, ROW), ROW)
     return run(*index, q, kv, lse, topk_idx)

@@ -172,6 +172,27 @@ def test_the_field_kernels_names_the_implementation_of_every_op(
         assert asked == dict.fromkeys(masked if masked_max_len else gathered, implementation)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_field_deterministic_reaches_both_ops_that_add_into_listed_keys(
+    sized, x, deterministic, monkeypatch
+):
+    asked = {}
+    for name in ("sparse_mla", "sparse_indexer_kl"):
+        op = getattr(pallas_kernels, name)
+
+        def record(*arrays, deterministic, name=name, op=op, **options):
+            asked[name] = deterministic
+            return op(*arrays, deterministic=deterministic, **options)
+
+        monkeypatch.setattr(pallas_kernels, name, record)
+    form = dataclasses.replace(sized.mla, masked_max_len=0)
+    cfg = dataclasses.replace(sized, mla=form, deterministic=deterministic)
+
+    run(mla.MLA(cfg, rngs=nnx.Rngs(0)), x, "sparse", indexer_loss=True)
+
+    assert asked == {"sparse_mla": deterministic, "sparse_indexer_kl": deterministic}
+
+
 def test_kl_compares_the_heads_sum_with_the_indexer(dense):
     _, kl, opened = dense
     logits = opened.scale * np.einsum("bthd,bshd->bhts", opened.q, opened.k)
