@@ -17,6 +17,7 @@ TARGET_PROGRAMS = 8 * MULTIPROCESSORS  # several run at once on each; the rest e
 MIN_CHUNK, MAX_CHUNK = 512, 2048  # keys of a program
 SHARED_BUDGET = 113 * 1024  # bytes of a program that shares its multiprocessor with another
 MIN_STAGES, MAX_STAGES = 3, 6
+FEW_QUERY_BYTES = 16 * 1024  # one query of 64 heads
 HALF_PEAK = 2.0**10  # largest query element in float16: 2^34 above the smallest step
 
 
@@ -54,7 +55,7 @@ def choose_stages(query_bytes: int, key_bytes: int) -> int:
     FP8 keys cost more instructions a byte, so there more programs at once pay, not more tiles in flight.
     """
     if key_bytes == 1:
-        return MIN_STAGES
+        return MIN_STAGES if query_bytes <= FEW_QUERY_BYTES else MIN_STAGES + 1
     tiles = (SHARED_BUDGET - query_bytes) // (TILE * 128 * key_bytes)
     return min(max(tiles, MIN_STAGES), MAX_STAGES)
 

@@ -9,6 +9,9 @@ pytestmark = pytest.mark.gpu
 
 OUT_TOL = 3e-3  # relative Frobenius error: weights and output rounded to bfloat16, each 2^-9
 GRAD_TOL = 6e-3  # the same after two more products of rounded factors
+# out . d_out is made of the rounded output, as in every flash kernel: where one key has nearly all of the weight, the
+# small dS inherits that rounding. A float64 model of these roundings gives 5.7e-3 here.
+LARGE_GRAD_TOL = 8e-3
 LSE_TOL = 1e-5
 SCALE = 192**-0.5
 
@@ -160,8 +163,8 @@ def test_all_rows_empty(rng):
 
 def test_large_logits(rng):
     (q, *rest), d_lse = draw(rng)
-    # dS is a difference of nearly equal numbers where the softmax is nearly one key.
-    check([(100 * q).astype(jnp.bfloat16), *rest], d_lse, bounds(*causal()), lse_tol=1e-3)
+    arrays = [(100 * q).astype(jnp.bfloat16), *rest]
+    check(arrays, d_lse, bounds(*causal()), grad_tol=LARGE_GRAD_TOL, lse_tol=1e-3)
 
 
 def test_later_keys_change_nothing(rng):
