@@ -22,8 +22,7 @@ from pallas_kernels.dense_mla.mosaic_asm import Ref
 
 LOG2E = math.log2(math.e)
 LOWEST = -1e30  # running maximum before the first key: finite, so that no inf - inf appears
-ROWS = tiles.HALF  # queries of a consumer, the height of a wgmma
-TILE = tiles.TILE  # queries of a work item
+ROWS, TILE = tiles.HALF, tiles.TILE  # queries of a consumer, the height of a wgmma, and of an item
 STAGES = 2
 THREADS = 128  # of a warpgroup
 TURN, K_FREE, V_FREE, Q_FREE = (mosaic_asm.FIRST_FREE + 2 * i for i in range(4))
@@ -113,8 +112,7 @@ def _produce(refs: _Inputs, smem: _Shared, config: Config) -> None:
     def work(carry: tuple) -> tuple:
         ticket, n_done, step = carry
         tile = _read_tile(ticket, refs.table, config.group)
-        # A consumer reads its next ticket before it gives its queries up, and those are waited for below: so
-        # this ticket's place was read a tile ago.
+        # A consumer gives its queries up after it has read its next ticket: so this place was read a tile ago.
         parity = lax.rem(n_done + 1, jnp.int32(2))
         mosaic_asm.next_ticket(refs.counter, smem.ticket.at[pl.ds(parity, 1)], config.n_sms)
         plgpu.barrier_arrive(smem.ticket_full.at[parity])
@@ -269,7 +267,7 @@ def _store(
 def _consume(
     refs: _Inputs, smem: _Shared, outputs: tuple, wg: Array, scale: float, config: Config
 ) -> None:
-    """Attend from one half of each tile; runs in the two consuming warpgroups."""
+    """Attend from one half of each tile."""
     n_items = refs.table.shape[0] * refs.q.shape[1]
 
     @pl.when(wg == 1)

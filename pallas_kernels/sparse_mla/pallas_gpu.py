@@ -4,7 +4,8 @@ The schedule is FlashMLA's: a block has 64 heads of a query and the keys of a st
 the logits of its own 64 keys, and accumulates its own half of the value columns over the weights of both. The rows are
 gathered by cp.async, which Pallas has no function for.
 
-H200, 4096 queries, 128 heads, 2048 slots, 2026-11-30: 551 TFLOP/s at S = 8192 and 505 at S = 131072.
+H200, 4096 queries, 128 heads, 2048 slots, 2026-11-30: 598 TFLOP/s at S = 8192 (median of 6 rounds, shared GPU); before
+the last three changes 505 at S = 131072, not timed since.
 """
 
 import dataclasses
