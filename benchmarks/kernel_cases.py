@@ -276,9 +276,161 @@ def topk_cases() -> Iterator[Case]:
         yield Case(backend="lax.top_k", run=jax.jit(largest), **common)
 
 
+def indexer_kl_cases() -> Iterator[Case]:
+    """The warm-up's loss over causal ranges, and its gradients."""
+    n, dim = 8192, NOPE + ROPE
+
+    def op(*arrays: jax.Array, implementation: str) -> jax.Array:
+        *tensors, end = arrays
+        options = {"scale": dim**-0.5, "start": jnp.zeros_like(end), "end": end, "causal": True}
+        return pallas_kernels.indexer_kl(*tensors, **options, implementation=implementation)
+
+    def draw(n: int) -> Arrays:
+        shapes = (n, INDEX_HEADS, INDEX_DIM), (n, INDEX_DIM), (n, HEADS, dim), (n, HEADS, dim)
+        q, k, attn_q, attn_k = normal(6, *shapes)
+        (w,) = normal(7, (n, INDEX_HEADS), dtype=jnp.float32)
+        end = jnp.arange(1, n + 1, dtype=jnp.int32)
+        v = attn_k[..., :VALUE]
+        _, lse = pallas_kernels.dense_mla(
+            *(attn_q, attn_k, v), scale=dim**-0.5, start=jnp.zeros_like(end), end=end, causal=True
+        )
+        return q, k, w * (INDEX_HEADS * INDEX_DIM) ** -0.5, attn_q, attn_k, lse, end
+
+    pairs = n * (n + 1) // 2
+    forward = 2 * pairs * (HEADS * dim + INDEX_HEADS * INDEX_DIM)
+    shape = f"T=S={n} H={HEADS} J={INDEX_HEADS} causal"
+    yield from loss_and_gradients("indexer_kl", op, "pallas_gpu", shape, draw, (n, 512), forward)
+
+
+def sparse_indexer_kl_cases() -> Iterator[Case]:
+    """The sparse stage's loss over listed keys, and its gradients."""
+    dim = LATENT + ROPE
+
+    def op(*arrays: jax.Array, implementation: str) -> jax.Array:
+        return pallas_kernels.sparse_indexer_kl(
+            *arrays, scale=dim**-0.5, implementation=implementation
+        )
+
+    for n_keys in (8192, 131072):
+
+        def draw(n: int, n_keys: int = n_keys) -> Arrays:
+            shapes = (n, INDEX_HEADS, INDEX_DIM), (n_keys, INDEX_DIM), (n, HEADS, dim)
+            q, k, attn_q, kv = normal(8, *shapes, (n_keys, dim))
+            (w,) = normal(9, (n, INDEX_HEADS), dtype=jnp.float32)
+            index = distinct_indices(n, n_keys, SLOTS)
+            _, lse = pallas_kernels.sparse_mla(attn_q, kv, index, scale=dim**-0.5, value_dim=LATENT)
+            return q, k, w * (INDEX_HEADS * INDEX_DIM) ** -0.5, attn_q, kv, lse, index
+
+        forward = 2 * QUERIES * SLOTS * (HEADS * dim + INDEX_HEADS * INDEX_DIM)
+        shape = f"T={QUERIES} H={HEADS} J={INDEX_HEADS} K={SLOTS} S={n_keys}"
+        yield from loss_and_gradients(
+            "sparse_indexer_kl", op, "gluon_gpu", shape, draw, (QUERIES, 64), forward
+        )
+
+
+def loss_and_gradients(
+    name: str,
+    op: Callable[..., jax.Array],
+    backend: str,
+    shape: str,
+    draw: Callable[[int], Arrays],
+    sizes: tuple[int, int],
+    flops: float,
+) -> Iterator[Case]:
+    """Make the two cases of a loss; the second computes the gradients of the mean by its first three arguments."""
+    fast = functools.partial(op, implementation=backend)
+    plain = functools.partial(op, implementation="reference")
+
+    def gradients(loss: Callable[..., jax.Array], *arguments: jax.Array) -> Any:
+        return jax.grad(lambda *x: jnp.mean(loss(*x, *arguments[3:])), (0, 1, 2))(*arguments[:3])
+
+    for kind, form in (
+        ("loss", lambda f: f),
+        ("gradients", lambda f: functools.partial(gradients, f)),
+    ):
+
+        def error(form: Callable = form) -> float:
+            small = draw(sizes[1])
+            return relative_error(
+                jax.jit(form(fast))(*small), jax.jit(form(plain))(*float32(small))
+            )
+
+        yield Case(
+            kernel=f"{name} {kind}",
+            shape=shape,
+            backend=backend,
+            make=functools.partial(draw, sizes[0]),
+            run=jax.jit(form(fast)),
+            work=flops,
+            error=error,
+        )
+
+
+def decoding_cases() -> Iterator[Case]:
+    """One query of each of 128 sequences of 131,072 tokens over a paged cache, in bf16 and in FP8 records."""
+    batch, length, page = 128, 131072, 64
+    n_rows = batch * length
+
+    def repeated(seed: int, width: int) -> jax.Array:
+        (piece,) = normal(seed, (n_rows // 64, width))
+        return jnp.tile(piece, (64, 1))
+
+    def attention(eight: bool) -> Arrays:
+        (q,) = normal(10, (batch, 1, HEADS, LATENT + ROPE))
+        rows = distinct_indices(batch, length, SLOTS) + length * jnp.arange(batch)[:, None]
+        latent, rope = repeated(11, LATENT), repeated(12, ROPE)
+        scales = None
+        if eight:
+            latent, scales = jax.jit(fp8.quantize)(latent)
+        return q, latent, rope, rows[:, None].astype(jnp.int32), scales
+
+    def attend(q: jax.Array, latent: jax.Array, rope: jax.Array, *rest: Any) -> Any:
+        rows, scales = rest
+        options = {"scale": (LATENT + ROPE) ** -0.5, "implementation": "gluon_gpu"}
+        return pallas_kernels.paged_mla(q, latent, rope, rows, latent_scale_NG=scales, **options)
+
+    def selection(eight: bool) -> Arrays:
+        (q,) = normal(13, (batch, 1, INDEX_HEADS, INDEX_DIM))
+        (w,) = normal(14, (batch, 1, INDEX_HEADS), dtype=jnp.float32)
+        order = jax.random.permutation(keys(1)[0], n_rows // page).astype(jnp.int32)
+        k, scales = repeated(15, INDEX_DIM), None
+        if eight:
+            k, scales = jax.jit(fp8.quantize)(k)
+        return q, k, w, order.reshape(batch, -1), jnp.full((batch, 1), length, jnp.int32), scales
+
+    def select(q: jax.Array, k: jax.Array, w: jax.Array, *rest: Any) -> jax.Array:
+        table, end, scales = rest
+        options = {"k": SLOTS, "page_size": page, "end": end, "k_scale_NG": scales}
+        return pallas_kernels.paged_indexer_topk(
+            q, k, w, table, **options, implementation="gluon_gpu"
+        )
+
+    for eight, kind in ((False, "bf16"), (True, "FP8")):
+        yield Case(
+            kernel="paged_mla",
+            shape=f"B={batch} T=1 H={HEADS} K={SLOTS} S={length} {kind} cache",
+            backend="gluon_gpu",
+            make=functools.partial(attention, eight),
+            run=jax.jit(attend),
+            work=2 * batch * HEADS * SLOTS * (2 * LATENT + ROPE),
+        )
+        yield Case(
+            kernel="paged_indexer_topk",
+            shape=f"B={batch} T=1 J={INDEX_HEADS} S={length} {kind} keys",
+            backend="gluon_gpu",
+            make=functools.partial(selection, eight),
+            run=jax.jit(select),
+            work=n_rows * (INDEX_DIM + 4 if eight else 2 * INDEX_DIM),
+            ceiling="copy",
+        )
+
+
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "sparse_mla": sparse_mla_cases,
     "dense_mla": dense_mla_cases,
     "indexer_scores": indexer_scores_cases,
     "topk_select": topk_cases,
+    "indexer_kl": indexer_kl_cases,
+    "sparse_indexer_kl": sparse_indexer_kl_cases,
+    "decoding": decoding_cases,
 }

@@ -1,4 +1,9 @@
-"""Exact top-k selection on Hopper: Pallas Mosaic GPU, a block of threads (or a cluster of blocks) a row."""
+"""Exact top-k selection on Hopper: Pallas Mosaic GPU, a block of threads (or a cluster of blocks) a row.
+
+Measured on one H200, 2026-11-30, k = 2048 of normal scores, median device time: 1024 rows of 8192, 32768 and
+131072 keys in 30, 66 and 171 us; 128 rows of 131072 in 30 us, one in 13 us, 8 rows of 2**20 in 29 us. Rows of equal
+scores are read from memory several times: 1024 rows of 131072 zeros take 0.93 ms.
+"""
 
 from typing import Any
 
@@ -44,8 +49,8 @@ def choose_config(n_rows: int, n_keys: int, k: int) -> Config:
     return Config(cluster=cluster, sample=sample)
 
 
-def check(scores_TS: Array, k: int) -> None:
-    """Raise NotImplementedError, saying why, where the kernel cannot run."""
+def check(scores_TS: Any, k: int) -> None:
+    """Raise NotImplementedError, saying why, where the kernel cannot run. Of the scores the shape is read."""
     dispatch.require_hopper()
     _check_shape(scores_TS.shape[-2], scores_TS.shape[-1], k)
 

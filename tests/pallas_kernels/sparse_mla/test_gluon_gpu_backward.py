@@ -219,13 +219,13 @@ def test_large_logits(rng):
 
 
 @pytest.mark.gpu
-def test_heads_short_of_a_group(rng):
-    compare(*draw(rng, 62, 16, KEYS, 256))
+def test_heads_short_of_a_group_and_several_launches(rng):
+    compare(*draw(rng, 2 * gluon_gpu_backward.QUERIES_A_LAUNCH + 7, 16, KEYS, 256))
 
 
 @pytest.mark.gpu
-def test_64_heads_and_several_launches(rng):
-    compare(*draw(rng, 2 * gluon_gpu_backward.QUERIES_A_LAUNCH + 7, 64, KEYS, 256))
+def test_64_heads(rng):
+    compare(*draw(rng, 32, 64, 8192, 2048))
 
 
 @pytest.mark.gpu
@@ -235,14 +235,14 @@ def test_more_slots_than_keys_and_a_partial_tile(rng):
 
 @pytest.mark.gpu
 def test_all_queries_name_the_same_keys(rng):
-    q, kv, _, d_out, d_lse = draw(rng, 512, 128, 4096, 2048)
+    q, kv, _, d_out, d_lse = draw(rng, 512, 16, 4096, 2048)
     compare(q, kv, np.tile(np.arange(2048, dtype=np.int32), (512, 1)), d_out, d_lse)
 
 
 @pytest.mark.gpu
-def test_many_keys_in_spans_of_ascending_indices(rng):
-    q, kv, idx, d_out, d_lse = draw(rng, 213, 128, 40000, 2048)
-    compare(q, kv, np.sort(idx, axis=1), d_out, d_lse)
+def test_many_keys_in_spans(rng):
+    q, kv, idx, d_out, d_lse = draw(rng, 32, 128, 40000, 2048)
+    compare(q, kv, idx, d_out, d_lse)
 
 
 @pytest.mark.gpu
