@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from pallas_kernels import dispatch, query_blocks
 from pallas_kernels.sparse_mla import reference
 
 FOLDER = "pallas_kernels.sparse_mla."
-BACKWARD = {"gluon_gpu": "gluon_gpu_backward", "pallas_gpu": "pallas_gpu_backward"}
+KERNELS = {"gluon_gpu": "gluon_gpu_backward", "pallas_gpu": "pallas_gpu_backward"}  # best first
 DETERMINISTIC = ("gluon_gpu",)  # kernels with a repeatable backward
 
 
@@ -37,8 +37,8 @@ def sparse_mla(
         topk_idx_TK: int32 key indices, any order; the caller has made them causal.
         scale: Factor on the logits.
         value_dim: The values are the first `value_dim` columns of `kv_SD`, in [1, D].
-        deterministic: Make the kernels' gradient of `kv_SD` the same bits every time; slower. The sums of the
-            definition are in the order XLA chooses.
+        deterministic: Make the kernels' gradient of `kv_SD` the same bits every time; slower. Where no kernel takes the
+            input, sums are in the order that XLA chooses.
         implementation: None picks the best.
 
     Returns:
@@ -55,24 +55,25 @@ def sparse_mla(
     if not 1 <= value_dim <= dim:
         raise ValueError(f"sparse_mla: value_dim={value_dim} must be in [1, {dim}]")
 
-    def check(name: str) -> None:
-        dispatch.require_hopper()
-        if 0 in (*q_THD.shape, *kv_SD.shape, *topk_idx_TK.shape):
-            raise NotImplementedError("an axis of length 0")
-        if deterministic and name not in DETERMINISTIC:
-            raise NotImplementedError("has no deterministic backward")
-        backend = dispatch.load(FOLDER + name)
-        backend.check(q_THD, kv_SD, topk_idx_TK, scale=scale, value_dim=value_dim)
-
-    choices = {name: functools.partial(check, name) for name in BACKWARD}
+    check = functools.partial(_check, q_THD, kv_SD, topk_idx_TK, scale, value_dim)
+    choices = {name: functools.partial(check, name) for name in KERNELS}
     name = dispatch.choose("sparse_mla", implementation, {**choices, "reference": None})
     if name == "reference":
         return _reference(q_THD, kv_SD, topk_idx_TK, scale, value_dim)
     batch = q_THD.shape[:-3]
-    q, kv, topk_idx = one_sequence(q_THD, kv_SD, topk_idx_TK)
-    options = (("name", name), ("scale", scale), ("value_dim", value_dim))
-    out, lse = _attend(q, kv, topk_idx, (*options, ("deterministic", deterministic)))
+    options = _Options(name, implementation, scale, value_dim, deterministic)
+    out, lse = _attend(*one_sequence(q_THD, kv_SD, topk_idx_TK), options)
     return out.reshape(*batch, -1, *out.shape[1:]), lse.reshape(*batch, -1, lse.shape[-1])
+
+
+def _check(
+    q: Array, kv: Array, topk_idx: Array, scale: float, value_dim: int, backend: str
+) -> None:
+    """Raise NotImplementedError, saying why, if a backend cannot take the input."""
+    dispatch.require_hopper()
+    if 0 in (*q.shape, *kv.shape, *topk_idx.shape):
+        raise NotImplementedError("an axis of length 0")
+    dispatch.load(FOLDER + backend).check(q, kv, topk_idx, scale=scale, value_dim=value_dim)
 
 
 def one_sequence(
@@ -90,27 +91,50 @@ def one_sequence(
     return q_NHD, kv_SD.reshape(-1, kv_SD.shape[-1]), idx_BTK.reshape(-1, idx_BTK.shape[-1])
 
 
+class _Options(NamedTuple):
+    """What the kernels' derivative needs to know: the forward's backend, and what the caller asked for."""
+
+    name: str
+    implementation: str | None
+    scale: float
+    value_dim: int
+    deterministic: bool
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _attend(q: Array, kv: Array, topk_idx: Array, options: tuple) -> tuple[Array, Array]:
-    """Run a kernel's forward; `options` is a tuple of pairs, so that it can be hashed."""
-    chosen = dict(options)
-    backend = dispatch.load(FOLDER + chosen["name"])
-    scale, value_dim = chosen["scale"], chosen["value_dim"]
-    return backend.forward(q, kv, topk_idx, scale=scale, value_dim=value_dim)
+def _attend(q: Array, kv: Array, topk_idx: Array, options: _Options) -> tuple[Array, Array]:
+    """Run a kernel's forward."""
+    kernel = dispatch.load(FOLDER + options.name)
+    return kernel.forward(q, kv, topk_idx, scale=options.scale, value_dim=options.value_dim)
 
 
-def _attend_forward(q: Array, kv: Array, topk_idx: Array, options: tuple) -> tuple[Any, Any]:
+def _attend_forward(q: Array, kv: Array, topk_idx: Array, options: _Options) -> tuple[Any, Any]:
     out, lse = _attend(q, kv, topk_idx, options)
     return (out, lse), (q, kv, topk_idx, out, lse)
 
 
-def _attend_backward(options: tuple, residuals: tuple, cotangents: tuple) -> tuple:
-    chosen = dict(options)
-    backend = dispatch.load(FOLDER + BACKWARD[chosen["name"]])
-    keywords = {"scale": chosen["scale"], "value_dim": chosen["value_dim"]}
-    if chosen["deterministic"]:
-        keywords["deterministic"] = True
-    dq, dkv = backend.backward(*residuals, *cotangents, **keywords)
+def _attend_backward(options: _Options, residuals: tuple, cotangents: tuple) -> tuple:
+    """Run the best backward for the input: its kernels take fewer shapes than the forward's."""
+    q, kv, topk_idx, _, _ = residuals
+
+    def check(name: str) -> None:
+        if options.deterministic and name not in DETERMINISTIC:
+            raise NotImplementedError("is not deterministic")
+        _check(q, kv, topk_idx, options.scale, options.value_dim, KERNELS[name])
+
+    choices = {name: functools.partial(check, name) for name in KERNELS}
+    name = dispatch.choose(
+        "sparse_mla backward", options.implementation, {**choices, "reference": None}
+    )
+    if name == "reference":
+        pull = jax.vjp(
+            lambda q, kv: _reference(q, kv, topk_idx, options.scale, options.value_dim), q, kv
+        )[1]
+        return *pull(cotangents), None
+    keywords = {"deterministic": True} if options.deterministic else {}
+    dq, dkv = dispatch.load(FOLDER + KERNELS[name]).backward(
+        *residuals, *cotangents, scale=options.scale, value_dim=options.value_dim, **keywords
+    )
     return dq, dkv, None
 
 

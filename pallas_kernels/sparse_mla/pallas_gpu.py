@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch
 from pallas_kernels.sparse_mla import hopper_asm as asm
 from pallas_kernels.sparse_mla import hopper_products as products
 from pallas_kernels.sparse_mla import pallas_gpu_attend as attend
@@ -101,7 +100,7 @@ def forward(
     Raises:
         NotImplementedError: As `check`.
     """
-    check_arrays(q_THD, kv_SD, topk_idx_TK, value_dim=value_dim)
+    check(q_THD, kv_SD, topk_idx_TK, scale=scale, value_dim=value_dim)
 
     @jax.custom_batching.sequential_vmap
     def run(q_THD: jax.Array, kv_SD: jax.Array, topk_idx_TK: jax.Array) -> Any:
@@ -137,14 +136,10 @@ def _call(q_shape: tuple[int, ...], n_slots: int, scale: float, config: Config) 
     )
 
 
-def check(q_THD: Any, kv_SD: Any, topk_idx_TK: Any, *, value_dim: int) -> None:
-    """Raise NotImplementedError unless the forward kernel runs here and takes the arrays, batch axes or not."""
-    dispatch.require_hopper()
-    check_arrays(q_THD, kv_SD, topk_idx_TK, value_dim=value_dim)
-
-
-def check_arrays(q_THD: Any, kv_SD: Any, topk_idx_TK: Any, *, value_dim: int) -> None:
-    """Raise NotImplementedError unless the forward kernel takes the arrays."""
+def check(q_THD: Any, kv_SD: Any, topk_idx_TK: Any, *, scale: float, value_dim: int) -> None:
+    """Raise NotImplementedError, saying why, unless the forward takes the arrays, batch axes or not."""
+    if not scale > 0:
+        raise NotImplementedError(f"takes a positive scale, got {scale}")
     if (q_THD.shape[-1], value_dim) != (DIM, VALUE_DIM):
         raise NotImplementedError(
             f"takes {DIM} dims of which {VALUE_DIM} are values, got {q_THD.shape[-1]} and {value_dim}"

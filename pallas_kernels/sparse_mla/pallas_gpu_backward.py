@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch
 from pallas_kernels.sparse_mla import hopper_asm as asm
 from pallas_kernels.sparse_mla import hopper_products as products
 from pallas_kernels.sparse_mla import hopper_stores as stores
@@ -154,7 +153,7 @@ def backward(
     Raises:
         NotImplementedError: As `check`.
     """
-    check_arrays(q, kv, topk_idx, value_dim=value_dim)
+    check(q, kv, topk_idx, scale=scale, value_dim=value_dim)
 
     @jax.custom_batching.sequential_vmap
     def differentiate(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -207,14 +206,8 @@ def _row_terms(
     return jnp.pad(lse2, pad, constant_values=jnp.inf), jnp.pad(delta, pad)
 
 
-def check(q: Any, kv: Any, topk_idx: Any, *, value_dim: int) -> None:
-    """Raise NotImplementedError unless the kernels run here and take the arrays, batch axes or not."""
-    dispatch.require_hopper()
-    check_arrays(q, kv, topk_idx, value_dim=value_dim)
-
-
-def check_arrays(q: Any, kv: Any, topk_idx: Any, *, value_dim: int) -> None:
-    """Raise NotImplementedError unless the kernels take the arrays."""
-    pallas_gpu.check_arrays(q, kv, topk_idx, value_dim=value_dim)
+def check(q: Any, kv: Any, topk_idx: Any, *, scale: float, value_dim: int) -> None:
+    """Raise NotImplementedError, saying why, unless the kernels take the arrays, batch axes or not."""
+    pallas_gpu.check(q, kv, topk_idx, scale=scale, value_dim=value_dim)
     if q.shape[-2] > MAX_HEADS:
         raise NotImplementedError(f"takes at most {MAX_HEADS} heads, got {q.shape[-2]}")

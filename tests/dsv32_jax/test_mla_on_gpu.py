@@ -14,7 +14,8 @@ from pallas_kernels import dispatch
 pytestmark = pytest.mark.gpu
 
 T, K = 600, 128
-OUT_TOL, GRAD_TOL = 5e-3, 1.5e-2  # Frobenius; both sides round to bf16 after every product
+OUT_TOL = 5e-3  # Frobenius; both sides round to bf16 after every product
+GRAD_TOL = 2.5e-2  # the same through the backward; small sums over many tokens, as k_norm's bias, cancel most
 FORMS = {"dense": ("dense", 0), "masked": ("sparse", 2**20), "gathered": ("sparse", 0)}
 
 

@@ -34,8 +34,16 @@ def calls(monkeypatch):
         if value_dim == 5:
             raise NotImplementedError("takes even value_dim")
 
-    kernel = types.SimpleNamespace(check=check, forward=forward, backward=backward)
-    monkeypatch.setattr(dispatch, "load", lambda module: kernel)
+    def check_backward(q, kv, topk_idx, *, scale, value_dim):
+        if value_dim == 4:
+            raise NotImplementedError("takes value_dim 6")
+
+    def load(module):
+        if module.endswith("backward"):
+            return types.SimpleNamespace(check=check_backward, backward=backward)
+        return types.SimpleNamespace(check=check, forward=forward)
+
+    monkeypatch.setattr(dispatch, "load", load)
     monkeypatch.setattr(dispatch, "require_hopper", lambda: None)
     return seen
 
@@ -99,8 +107,24 @@ def test_a_repeatable_gradient_is_asked_of_the_kernel_that_has_one(rng, calls):
     jax.grad(loss)(q, None)
 
     assert calls[-1] == ("backward", OPTIONS | {"deterministic": True})
-    with pytest.raises(NotImplementedError, match="pallas_gpu: has no deterministic backward"):
-        loss(q, "pallas_gpu")
+    with pytest.raises(NotImplementedError, match="backward: pallas_gpu: is not deterministic"):
+        jax.grad(loss)(q, "pallas_gpu")
+
+
+def test_a_backward_that_no_kernel_takes_runs_as_the_definition(rng, calls):
+    q, kv, idx = draw(rng)
+
+    def loss(q, kv, implementation):
+        options = {"scale": 0.3, "value_dim": 4, "implementation": implementation}
+        out, lse = sparse_mla(q, kv, idx, **options)
+        return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isfinite(lse), lse**2, 0.0))
+
+    got = jax.grad(loss, (0, 1))(q, kv, None)
+
+    assert_close(got, jax.grad(loss, (0, 1))(q, kv, "reference"))
+    assert [c[0] for c in calls] == ["forward"]
+    with pytest.raises(NotImplementedError, match="backward: gluon_gpu: takes value_dim 6"):
+        jax.grad(loss)(q, kv, "gluon_gpu")
 
 
 def test_an_input_that_no_kernel_takes_runs_as_the_definition(rng, calls):

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
 from pallas_kernels.sparse_mla import pallas_gpu, pallas_gpu_backward
 
 OUT_TOL = 3e-3  # relative; weights and output are rounded to 8 bits of mantissa
@@ -178,22 +177,18 @@ def shapes(n_heads=128, dim=DIM, dtype=jnp.bfloat16, n_slots=128):
 def test_other_arrays_are_refused(arrays, value_dim, why):
     for module in (pallas_gpu, pallas_gpu_backward):
         with pytest.raises(NotImplementedError, match=why):
-            module.check_arrays(*arrays, value_dim=value_dim)
+            module.check(*arrays, scale=1.0, value_dim=value_dim)
 
 
 def test_the_backward_refuses_more_heads_than_it_holds():
     with pytest.raises(NotImplementedError, match="at most 128 heads"):
-        pallas_gpu_backward.check_arrays(*shapes(n_heads=192), value_dim=VALUE_DIM)
+        pallas_gpu_backward.check(*shapes(n_heads=192), scale=1.0, value_dim=VALUE_DIM)
 
 
-def test_other_devices_are_refused(monkeypatch):
-    def refuse():
-        raise NotImplementedError("needs an NVIDIA Hopper GPU")
-
-    monkeypatch.setattr(dispatch, "require_hopper", refuse)
+def test_a_scale_that_turns_the_order_of_logits_is_refused():
     for module in (pallas_gpu, pallas_gpu_backward):
-        with pytest.raises(NotImplementedError, match="Hopper"):
-            module.check(*shapes(), value_dim=VALUE_DIM)
+        with pytest.raises(NotImplementedError, match=r"positive scale, got -1\.0"):
+            module.check(*shapes(), scale=-1.0, value_dim=VALUE_DIM)
 
 
 @pytest.mark.parametrize("n_heads", [16, 128])
