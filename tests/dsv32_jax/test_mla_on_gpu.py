@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gpu
 T, K = 600, 128
 OUT_TOL = 5e-3  # Frobenius; both sides round to bf16 after every product
 GRAD_TOL = 2.5e-2  # the same through the backward; small sums over many tokens, as k_norm's bias, cancel most
+MESH_TOL = 5e-2  # gradients of weights are added over devices in bf16: 2.3e-2 with plain jnp on two CPU devices
 FORMS = {"dense": ("dense", 0), "masked": ("sparse", 2**20), "gathered": ("sparse", 0)}
 
 
@@ -95,7 +96,7 @@ def test_two_devices_equal_one(cfg, arrays, form, axis):
     with jax.set_mesh(mesh):
         grads, got = run(cfg, arrays, form, "auto")
 
-    for a, b in zip(
-        jax.tree.leaves((got, grads)), jax.tree.leaves((expected, expected_grads)), strict=True
-    ):
-        assert frobenius(a, b) < GRAD_TOL
+    for a, b in zip(got, expected, strict=True):
+        assert frobenius(a, b) < OUT_TOL
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        assert frobenius(a, b) < MESH_TOL
