@@ -371,17 +371,16 @@ def decoding_cases() -> Iterator[Case]:
     batch, length, page = 128, 131072, 64
     n_rows = batch * length
 
-    def repeated(seed: int, width: int) -> jax.Array:
+    def rows_of_cache(seed: int, width: int, eight: bool) -> tuple[jax.Array, jax.Array | None]:
         (piece,) = normal(seed, (n_rows // 64, width))
-        return jnp.tile(piece, (64, 1))
+        pieces = fp8.quantize(piece) if eight else (piece, None)
+        return jax.tree.map(lambda x: jnp.tile(x, (64, 1)), pieces)
 
     def attention(eight: bool) -> Arrays:
         (q,) = normal(10, (batch, 1, HEADS, LATENT + ROPE))
         rows = distinct_indices(batch, length, SLOTS) + length * jnp.arange(batch)[:, None]
-        latent, rope = repeated(11, LATENT), repeated(12, ROPE)
-        scales = None
-        if eight:
-            latent, scales = jax.jit(fp8.quantize)(latent)
+        latent, scales = rows_of_cache(11, LATENT, eight)
+        rope, _ = rows_of_cache(12, ROPE, False)
         return q, latent, rope, rows[:, None].astype(jnp.int32), scales
 
     def attend(q: jax.Array, latent: jax.Array, rope: jax.Array, *rest: Any) -> Any:
@@ -393,9 +392,7 @@ def decoding_cases() -> Iterator[Case]:
         (q,) = normal(13, (batch, 1, INDEX_HEADS, INDEX_DIM))
         (w,) = normal(14, (batch, 1, INDEX_HEADS), dtype=jnp.float32)
         order = jax.random.permutation(keys(1)[0], n_rows // page).astype(jnp.int32)
-        k, scales = repeated(15, INDEX_DIM), None
-        if eight:
-            k, scales = jax.jit(fp8.quantize)(k)
+        k, scales = rows_of_cache(15, INDEX_DIM, eight)
         return q, k, w, order.reshape(batch, -1), jnp.full((batch, 1), length, jnp.int32), scales
 
     def select(q: jax.Array, k: jax.Array, w: jax.Array, *rest: Any) -> jax.Array:
