@@ -7,7 +7,7 @@ from typing import Literal
 
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "full"]
-Kernels = Literal["auto", "reference"]
+Kernels = Literal["auto", "fp8", "reference"]
 
 
 def require(condition: bool, message: str) -> None:
@@ -225,7 +225,9 @@ class ModelConfig:
         dtype: Dtype of activations and matrix products; parameters are kept in float32.
         remat: What the backward pass recomputes in each layer: nothing, all but matrix products, everything.
         scan_unroll: Layers per step of the scan over stacked layers; more compiles longer and may run faster.
-        kernels: What runs attention and selection: the best kernel for the device and shapes, or the plain-jnp
+        kernels: What runs attention and selection. "auto": the best kernel for the device and shapes, none of which
+            changes the selected set. "fp8": the same, but keys of whole sequences are scored by FP8 products, faster;
+            tensor cores add them with few bits, so about 1 key of 10,000 is another. "reference": the plain-jnp
             definitions, which run anywhere.
         deterministic: Sum the gradients of keys that many queries list in an order that never changes, where a kernel
             would take the order in which they come; slower. Off, a resumed run on a GPU equals one that went on to
@@ -262,6 +264,10 @@ class ModelConfig:
             self.mla.rope_dim <= self.indexer.head_dim,
             f"indexer.head_dim={self.indexer.head_dim} must be at least mla.rope_dim={self.mla.rope_dim}",
         )
+        require(
+            self.kernels != "fp8" or self.indexer.fp8,
+            "kernels=fp8 needs indexer.fp8=true: it multiplies the FP8 values that the indexer rounds to",
+        )
         require(self.norm_eps > 0, f"norm_eps={self.norm_eps} must be positive")
         require(self.init_std > 0, f"init_std={self.init_std} must be positive")
 
@@ -272,8 +278,13 @@ class ModelConfig:
 
     @property
     def implementation(self) -> str | None:
-        """The `implementation` argument of every attention and selection op."""
-        return None if self.kernels == "auto" else self.kernels
+        """The `implementation` argument of every op of attention, selection and their loss but the one below."""
+        return "reference" if self.kernels == "reference" else None
+
+    @property
+    def selection_implementation(self) -> str | None:
+        """The `implementation` argument of the ops that select keys of whole sequences."""
+        return "pallas_gpu_fp8" if self.kernels == "fp8" else self.implementation
 
     @property
     def softmax_scale(self) -> float:

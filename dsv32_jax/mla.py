@@ -116,7 +116,9 @@ class MLA(nnx.Module):
         kl_BT = measured = None
         if mode == "sparse" and x_BTD.shape[1] > cfg.mla.masked_max_len:
             q, kv = self.absorb(parts)
-            chosen_BTK = sharded_ops.select_indices(index, topk, start, end, kernels)
+            chosen_BTK = sharded_ops.select_indices(
+                index, topk, start, end, cfg.selection_implementation
+            )
             out, lse = sharded_ops.attend_selected(
                 q, kv, chosen_BTK, scale, cfg.mla.kv_lora_rank, kernels, cfg.deterministic
             )
@@ -130,7 +132,7 @@ class MLA(nnx.Module):
             if mode == "window":
                 start = jnp.maximum(start, end - topk)
             chosen_BTS = (
-                sharded_ops.select_mask(index, topk, start, end, kernels)
+                sharded_ops.select_mask(index, topk, start, end, cfg.selection_implementation)
                 if mode == "sparse"
                 else None
             )
@@ -252,7 +254,7 @@ class MLA(nnx.Module):
                 k=self.cfg.indexer.topk,
                 start=start,
                 end=view.end,
-                implementation=self.cfg.implementation,
+                implementation=self.cfg.selection_implementation,
             )
         out, _ = pallas_kernels.dense_mla(
             q,

@@ -138,3 +138,12 @@ def test_a_part_that_makes_no_sense_is_refused(cls, fields, message):
 def test_parts_that_do_not_fit_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(config.tiny(), **fields)
+
+
+def test_fp8_kernels_need_an_indexer_that_rounds():
+    cfg = config.PRESETS["cpu_1m"]()
+    rounding = dataclasses.replace(cfg, indexer=dataclasses.replace(cfg.indexer, fp8=True))
+
+    assert dataclasses.replace(rounding, kernels="fp8").implementation is None
+    with pytest.raises(ValueError, match=r"kernels=fp8 needs indexer\.fp8=true"):
+        dataclasses.replace(cfg, kernels="fp8")

@@ -172,6 +172,16 @@ def test_the_field_kernels_names_the_implementation_of_every_op(
         assert asked == dict.fromkeys(masked if masked_max_len else gathered, implementation)
 
 
+@pytest.mark.parametrize(("masked_max_len", "op"), [(0, "indexer_topk"), (N, "indexer_topk_mask")])
+def test_fp8_kernels_are_asked_of_the_selection_and_never_replaced(sized, x, masked_max_len, op):
+    form = dataclasses.replace(sized.mla, masked_max_len=masked_max_len)
+    index = dataclasses.replace(sized.indexer, fp8=True)
+    cfg = dataclasses.replace(sized, mla=form, indexer=index, kernels="fp8")
+    with pytest.raises(NotImplementedError, match=f"{op}: pallas_gpu_fp8: needs an NVIDIA Hopper"):
+        run(mla.MLA(cfg, rngs=nnx.Rngs(0)), x, "sparse")
+    assert run(mla.MLA(cfg, rngs=nnx.Rngs(0)), x, "dense")[0].shape == x.shape
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_field_deterministic_reaches_both_ops_that_add_into_listed_keys(
     sized, x, deterministic, monkeypatch
