@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-import pallas_kernels
 from dsv32_jax import cache, layers, rope, sharded_ops, sharding
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.indexer import Indexer, IndexerTensors
@@ -199,14 +198,8 @@ class MLA(nnx.Module):
             chosen_BTK = jnp.where(place < view.end[..., None], place, -1)
         batch, n_tokens, n_slots = chosen_BTK.shape
         rows = view.rows(chosen_BTK.reshape(batch, -1)).reshape(batch, n_tokens, n_slots)
-        out, _ = pallas_kernels.paged_mla(
-            q,
-            layer.latent,
-            layer.rope,
-            rows,
-            scale=self.cfg.softmax_scale,
-            latent_scale_NG=layer.latent_scale,
-            implementation=self.cfg.implementation,
+        out = sharded_ops.attend_cached(
+            q, layer, rows, self.cfg.softmax_scale, self.cfg.implementation
         )
         return self.unabsorb(out.astype(q.dtype))
 
@@ -221,17 +214,8 @@ class MLA(nnx.Module):
         Returns:
             int32, ascending, then -1.
         """
-        return pallas_kernels.paged_indexer_topk(
-            index.q,
-            layer.index,
-            index.w,
-            view.table,
-            k=self.cfg.indexer.topk,
-            page_size=view.page_size,
-            end=view.end,
-            k_scale_NG=layer.index_scale,
-            implementation=self.cfg.implementation,
-        )
+        topk, kernels = self.cfg.indexer.topk, self.cfg.implementation
+        return sharded_ops.select_cached(index, layer, view, topk, kernels)
 
     def _attend_masked(
         self,
@@ -247,24 +231,17 @@ class MLA(nnx.Module):
         start, selected = jnp.zeros_like(view.end), None
         if mode == "sparse":
             keys = cache.read_index_keys(layer, view, index.q.dtype)
-            selected = pallas_kernels.indexer_topk_mask(
-                index.q,
-                keys,
-                index.w,
-                k=self.cfg.indexer.topk,
-                start=start,
-                end=view.end,
-                implementation=self.cfg.selection_implementation,
+            selected = sharded_ops.select_mask(
+                index._replace(k=keys),
+                self.cfg.indexer.topk,
+                start,
+                view.end,
+                self.cfg.selection_implementation,
+                square=False,
             )
-        out, _ = pallas_kernels.dense_mla(
-            q,
-            k,
-            v,
-            scale=self.cfg.softmax_scale,
-            start=start,
-            end=view.end,
-            selected=selected,
-            implementation=self.cfg.implementation,
+        scale, kernels = self.cfg.softmax_scale, self.cfg.implementation
+        out, _ = sharded_ops.attend_range(
+            q, k, v, start, view.end, selected, scale, kernels, square=False
         )
         return out
 

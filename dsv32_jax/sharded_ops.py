@@ -11,7 +11,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels
-from dsv32_jax import sharding
+from dsv32_jax import cache, sharding
 from dsv32_jax.indexer import IndexerTensors
 from dsv32_jax.sharding import spec
 
@@ -20,6 +20,7 @@ KEY_HEADS = spec("batch", None, "heads")
 QUERY = spec("batch", "sequence")
 ROW = spec("batch", "rows")
 KEY = spec("batch")
+REPLICATED = spec()
 
 
 def _causal() -> bool:
@@ -42,9 +43,11 @@ def attend_range(
     selected: Array | None,
     scale: float,
     implementation: str | None,
+    *,
+    square: bool = True,
 ) -> tuple[Float[Array, "B T H U"], Float[Array, "B T H"]]:
-    """Run `dense_mla` on every device's queries and heads."""
-    causal = sharding.axis_size("context") == 1
+    """Run `dense_mla` on every device's queries and heads; `square` says that queries are at the keys' positions."""
+    causal = square and sharding.axis_size("context") == 1
 
     def local(q: Array, k: Array, v: Array, start: Array, end: Array, *mask: Array) -> tuple:
         return pallas_kernels.dense_mla(
@@ -97,9 +100,12 @@ def select_mask(
     start: Int[Array, "B T"],
     end: Int[Array, "B T"],
     implementation: str | None,
+    *,
+    square: bool = True,
 ) -> Array:
     """Run `indexer_topk_mask` on every device's rows; selection has no gradient."""
-    return _select(pallas_kernels.indexer_topk_mask, index, topk, (start, end), implementation)
+    op = pallas_kernels.indexer_topk_mask
+    return _select(op, index, topk, (start, end), implementation, square)
 
 
 def select_indices(
@@ -110,7 +116,7 @@ def select_indices(
     implementation: str | None,
 ) -> Int[Array, "B T K"]:
     """Run `indexer_topk` on every device's rows; selection has no gradient."""
-    return _select(pallas_kernels.indexer_topk, index, topk, (start, end), implementation)
+    return _select(pallas_kernels.indexer_topk, index, topk, (start, end), implementation, True)
 
 
 def _select(
@@ -119,8 +125,9 @@ def _select(
     topk: int,
     bounds: tuple[Array, Array],
     implementation: str | None,
+    square: bool,
 ) -> Array:
-    causal = _causal()
+    causal = square and _causal()
 
     def local(q: Array, k: Array, w: Array, start: Array, end: Array) -> Array:
         return op(
@@ -182,3 +189,74 @@ def selected_kl(
 
     run = _around_kernels(local, (ROW, KEY, ROW, ROW, KEY, ROW, ROW), ROW)
     return run(*index, q, kv, lse, topk_idx)
+
+
+def attend_cached(
+    q: Float[Array, "B T H D"],
+    layer: cache.LayerCache,
+    rows: Int[Array, "B T K"],
+    scale: float,
+    implementation: str | None,
+) -> Float[Array, "B T H C"]:
+    """Run `paged_mla` on every device's heads; see `_batch_is_sharded`."""
+
+    def local(q: Array, rows: Array, *layer_arrays: Array) -> Array:
+        latent, rope, *latent_scale = layer_arrays
+        out, _ = pallas_kernels.paged_mla(
+            q,
+            latent,
+            rope,
+            rows,
+            scale=scale,
+            latent_scale_NG=latent_scale[0] if latent_scale else None,
+            implementation=implementation,
+        )
+        return out
+
+    arrays = (layer.latent, layer.rope) + (
+        () if layer.latent_scale is None else (layer.latent_scale,)
+    )
+    if _batch_is_sharded():
+        implementation = "reference"
+        return local(q, rows, *arrays)
+    heads = spec(None, None, "heads")
+    in_specs = (heads, REPLICATED) + (REPLICATED,) * len(arrays)
+    return _around_kernels(local, in_specs, heads)(q, rows, *arrays)
+
+
+def select_cached(
+    index: IndexerTensors,
+    layer: cache.LayerCache,
+    view: cache.View,
+    topk: int,
+    implementation: str | None,
+) -> Int[Array, "B T K"]:
+    """Run `paged_indexer_topk` on every device alike; see `_batch_is_sharded`."""
+
+    def local(q: Array, w: Array, table: Array, end: Array, k: Array, *k_scale: Array) -> Array:
+        return pallas_kernels.paged_indexer_topk(
+            q,
+            k,
+            w,
+            table,
+            k=topk,
+            page_size=view.page_size,
+            end=end,
+            k_scale_NG=k_scale[0] if k_scale else None,
+            implementation=implementation,
+        )
+
+    scales = () if layer.index_scale is None else (layer.index_scale,)
+    arrays = (index.q, index.w, view.table, view.end, layer.index, *scales)
+    if _batch_is_sharded():
+        implementation = "reference"
+        return local(*arrays)
+    return _around_kernels(local, (REPLICATED,) * len(arrays), REPLICATED)(*arrays)
+
+
+def _batch_is_sharded() -> bool:
+    """Whether a sequence's pages may lie on another device: then XLA partitions the definitions' gathers.
+
+    A kernel would have to be given the whole cache on every device.
+    """
+    return sharding.axis_size(*sharding.BATCH_AXES) > 1
