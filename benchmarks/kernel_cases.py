@@ -422,6 +422,48 @@ def decoding_cases() -> Iterator[Case]:
         )
 
 
+def grouped_matmul_cases() -> Iterator[Case]:
+    """The routed experts' products, 16384 rows of 32 experts by uneven groups of whole blocks, and their gradients."""
+    n_rows, n_groups, align = 16384, 32, 128
+
+    def draw(depth: int, columns: int, n: int) -> Arrays:
+        x, w, d_out = normal(16, (n, depth), (n_groups, depth, columns), (n, columns))
+        blocks = np.random.default_rng(16).multinomial(n // align, [1 / n_groups] * n_groups)
+        return x, w * depth**-0.5, jnp.asarray(blocks * align, jnp.int32), d_out
+
+    def products(name: str, kind: str) -> Callable[..., jax.Array]:
+        op = functools.partial(pallas_kernels.grouped_matmul, align=align, implementation=name)
+
+        def run(x: jax.Array, w: jax.Array, sizes: jax.Array, d_out: jax.Array) -> jax.Array:
+            if kind == "forward":
+                return op(x, w, sizes)
+            if kind == "dx":
+                return jax.vjp(lambda x: op(x, w, sizes), x)[1](d_out)[0]
+            return jax.vjp(lambda w: op(x, w, sizes), w)[1](d_out)[0]
+
+        return jax.jit(run)
+
+    shapes, backends = ((7168, 2048), (2048, 7168)), ("pallas_gpu", "ragged_dot", "blocked")
+    for shape, kind, backend in itertools.product(shapes, ("forward", "dx", "dw"), backends):
+        fast, plain = products(backend, kind), products("blocked", kind)
+
+        def error(
+            shape: tuple[int, int] = shape, fast: Callable = fast, plain: Callable = plain
+        ) -> float:
+            small = draw(*shape, 1024)
+            return relative_error(fast(*small), plain(*float32(small)))
+
+        yield Case(
+            kernel=f"grouped_matmul {kind}",
+            shape=f"M={n_rows} E={n_groups} K={shape[0]} N={shape[1]}",
+            backend=backend,
+            make=functools.partial(draw, *shape, n_rows),
+            run=fast,
+            work=2 * n_rows * shape[0] * shape[1],
+            error=error,
+        )
+
+
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "sparse_mla": sparse_mla_cases,
     "dense_mla": dense_mla_cases,
@@ -429,5 +471,6 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "topk_select": topk_cases,
     "indexer_kl": indexer_kl_cases,
     "sparse_indexer_kl": sparse_indexer_kl_cases,
+    "grouped_matmul": grouped_matmul_cases,
     "decoding": decoding_cases,
 }
