@@ -13,9 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_cases import GROUPS, Arrays, Case, normal
+from attention_cases import GROUPS as ATTENTION
+from kernel_cases import Arrays, Case, normal
+from selection_cases import GROUPS as SELECTION
 
 ROUND_S = 0.05  # one timed round lasts about this long
+GROUPS = ATTENTION | SELECTION
 
 
 @dataclass(frozen=True, kw_only=True)
