@@ -29,11 +29,29 @@ def sync(BARRIER: gl.constexpr, THREADS: gl.constexpr):
 
 @gluon.jit
 @no_type_check
+def arrive_at(barrier, THREADS: gl.constexpr):
+    """`arrive` at a barrier whose number is known at run time only; all threads must give the same."""
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {THREADS}; mov.u32 $0, 0;", "=r,r", [barrier], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+@no_type_check
+def sync_at(barrier, THREADS: gl.constexpr):
+    """`sync` at a barrier whose number is known at run time only; all threads must give the same."""
+    gl.inline_asm_elementwise(
+        f"bar.sync $1, {THREADS}; mov.u32 $0, 0;", "=r,r", [barrier], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+@no_type_check
 def opaque_zero():
-    """Return a 0 that LLVM cannot see through, to index one-element stacks of shared tiles with.
+    """Return a 0 that LLVM cannot see through, to index stacks of shared tiles with, or to add to such an index.
 
     Otherwise LLVM hoists the descriptor of every wgmma out of the loop, more than the registers hold, and ptxas spills
-    them (measured: 354 instead of 613 TFLOP/s). ptxas still folds the 0.
+    them (measured in the forward of sparse MLA: 354 instead of 613 TFLOP/s). ptxas still folds the 0.
     """
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
 
@@ -43,6 +61,13 @@ def opaque_zero():
 def fast_exp2(x):
     """Return 2**x by the special function unit: error 2 ulp, results below 2**-126 become 0."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+@no_type_check
+def fast_log2(x):
+    """Return the logarithm in base 2 by the special function unit."""
+    return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit

@@ -34,24 +34,6 @@ COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 byte
 
 @gluon.jit
 @no_type_check
-def _arrive_at_free(stage):
-    """`hw.arrive` at the barrier FREE + stage, known at run time only."""
-    gl.inline_asm_elementwise(
-        f"bar.arrive $1, {ALL_THREADS}; mov.u32 $0, 0;", "=r,r", [FREE + stage], gl.int32, False, 1
-    )
-
-
-@gluon.jit
-@no_type_check
-def _sync_at_free(stage):
-    """`hw.sync` at the barrier FREE + stage, known at run time only."""
-    gl.inline_asm_elementwise(
-        f"bar.sync $1, {ALL_THREADS}; mov.u32 $0, 0;", "=r,r", [FREE + stage], gl.int32, False, 1
-    )
-
-
-@gluon.jit
-@no_type_check
 def _after(stage, phase):
     """Return the stage and phase of the ring's next item."""
     wraps = stage == STAGES - 1
@@ -141,7 +123,7 @@ def _consume(
     stage = 0
     phase = 0
     for i in gl.static_range(STAGES):
-        _arrive_at_free(i)
+        hw.arrive_at(FREE + i, ALL_THREADS)
     if GROUP == 1:
         hw.arrive(TURN, PAIR_THREADS)  # group 0 begins
     head = GROUP * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, ACC))
@@ -160,7 +142,7 @@ def _consume(
             if half == GROUP:
                 q_latent = latent.index(stage).load(Q)
                 q_rope = rope.index(stage).load(Q)
-            _arrive_at_free(stage)
+            hw.arrive_at(FREE + stage, ALL_THREADS)
             stage, phase = _after(stage, phase)
         for tile in range(gl.cdiv(length, KEYS)):
             mbarrier.wait(ready.index(stage), phase)
@@ -171,7 +153,7 @@ def _consume(
             # All products are issued: the other group's come next.
             hw.arrive(TURN + 1 - GROUP, PAIR_THREADS)
             logits, q_latent, q_rope = hopper.warpgroup_mma_wait(0, deps=[acc, q_latent, q_rope])
-            _arrive_at_free(stage)
+            hw.arrive_at(FREE + stage, ALL_THREADS)
             stage, phase = _after(stage, phase)
             _write_sums(logits, lse2, scale_log2, sums, out, tile * KEYS, n_slots)
     if GROUP == 0:
@@ -218,7 +200,7 @@ def _produce(
         for half in gl.static_range(2):
             here = (half * HEADS + head < n_heads) & there
             offset = (query * n_heads + half * HEADS + head) * DIM
-            _sync_at_free(stage)
+            hw.sync_at(FREE + stage, ALL_THREADS)
             _copy_rows(q_ptr, offset, here, latent.index(stage), rope.index(stage))
             async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
             stage, phase = _after(stage, phase)
@@ -226,13 +208,13 @@ def _produce(
             valid = (idx >= 0) & (idx < n_keys)
             offset = gl.where(valid, idx, 0).to(gl.int64) * DIM
             idx = _slots(row_idx, (tile + 1) * KEYS, n_listed)  # one tile ahead
-            _sync_at_free(stage)
+            hw.sync_at(FREE + stage, ALL_THREADS)
             _copy_rows(kv_ptr, offset, valid, latent.index(stage), rope.index(stage))
             async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
             stage, phase = _after(stage, phase)
     # Take the groups' last arrivals, so that no named barrier is left half full.
     for i in gl.static_range(STAGES):
-        _sync_at_free(i)
+        hw.sync_at(FREE + i, ALL_THREADS)
 
 
 @gluon.jit(do_not_specialize=["n_queries", "n_rows", "n_keys", "n_heads", "n_slots", "scale_log2"])

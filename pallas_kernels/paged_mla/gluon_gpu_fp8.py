@@ -10,8 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from pallas_kernels import gluon_hopper as hw
 from pallas_kernels.paged_mla import gluon_gpu_tiles as tiles
-from pallas_kernels.paged_mla.gluon_gpu_tiles import HALF, ROPE, STEP, TILE
+from pallas_kernels.paged_mla.gluon_gpu_tiles import HALF, ROPE, STEP, TILE, TWO_GROUPS
 
 GROUP = gl.constexpr(128)  # channels that share a scale
 GROUPS = gl.constexpr(4)
@@ -174,7 +175,7 @@ def produce_fp8(
         for i in gl.static_range(8):
             if i % 2 == 0:  # noqa: SIM102  (one is known to the compiler)
                 if step > 0:
-                    tiles.wait(FREE_OF[i // 2])
+                    hw.sync(FREE_OF[i // 2], TWO_GROUPS)
             tile = k1 if TILE_OF[i] else k0
             if i == 4 or i == 6:
                 _copy_rope(rope_ptr, rows[TILE_OF[i]], n_rows, tile[2].index(0))

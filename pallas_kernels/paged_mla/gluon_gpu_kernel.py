@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from pallas_kernels import gluon_hopper as hw
 from pallas_kernels.paged_mla import gluon_gpu_tiles as tiles
 from pallas_kernels.paged_mla.gluon_gpu_fp8 import produce_fp8
 from pallas_kernels.paged_mla.gluon_gpu_tiles import (
@@ -37,6 +38,7 @@ from pallas_kernels.paged_mla.gluon_gpu_tiles import (
     STEP,
     TILE,
     TILE_SHARED,
+    TWO_GROUPS,
 )
 
 LOWEST = gl.constexpr(-1e30)  # start of the running maximum: finite, so that no inf - inf arises
@@ -54,18 +56,6 @@ P_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, O_LAYOUT.value, 2))
 BAR_SUMS = gl.constexpr(4)
 BAR_MAX0, BAR_MAX1 = gl.constexpr(8), gl.constexpr(9)
 BAR_P0, BAR_P1 = gl.constexpr(10), gl.constexpr(11)
-
-
-@gluon.jit
-@no_type_check
-def _exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
-
-
-@gluon.jit
-@no_type_check
-def _log2(x):
-    return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit
@@ -94,11 +84,11 @@ def _produce(
     tiles.copy_queries(q_ptr, first_head, n_heads, q, ready[4])
     for step in range(n_steps):
         if step > 0:
-            tiles.wait(tiles.FREE_0L)
+            hw.sync(tiles.FREE_0L, TWO_GROUPS)
         _copy_rows(latent_ptr, row0, n_rows, k0[0].index(0), C)
         async_copy.mbarrier_arrive(ready[0], increment_count=False)
         if step > 0:
-            tiles.wait(tiles.FREE_1R)
+            hw.sync(tiles.FREE_1R, TWO_GROUPS)
         _copy_rows(latent_ptr + HALF, row1, n_rows, k1[1].index(0), C)
         async_copy.mbarrier_arrive(ready[3], increment_count=False)
         # Two halves ahead of their use, so that their latency is hidden.
@@ -106,12 +96,12 @@ def _produce(
         next0 = tiles.listed(rows_ptr, slot, hi, ROW_COPY)
         next1 = tiles.listed(rows_ptr, slot + TILE, hi, ROW_COPY)
         if step > 0:
-            tiles.wait(tiles.FREE_0R)
+            hw.sync(tiles.FREE_0R, TWO_GROUPS)
         _copy_rows(latent_ptr + HALF, row0, n_rows, k0[1].index(0), C)
         _copy_rows(rope_ptr, row0, n_rows, k0[2].index(0), ROPE)
         async_copy.mbarrier_arrive(ready[1], increment_count=False)
         if step > 0:
-            tiles.wait(tiles.FREE_1L)
+            hw.sync(tiles.FREE_1L, TWO_GROUPS)
         _copy_rows(latent_ptr, row1, n_rows, k1[0].index(0), C)
         _copy_rows(rope_ptr, row1, n_rows, k1[2].index(0), ROPE)
         async_copy.mbarrier_arrive(ready[2], increment_count=False)
@@ -158,35 +148,35 @@ def _consume_left(
     row = tiles.listed(rows_ptr, lo, hi, KEY_S)
     mbarrier.wait(ready[4], 0)
     for step in range(n_steps):
-        z = tiles.opaque_zero()
+        z = hw.opaque_zero()
         s = _logits(row, n_rows, q, k0, ready, step & 1, z, 0, FENCE)
         top0 = gl.maximum(top, gl.max(s, axis=1) * scale_log2)
         stat[0].store(top0)
-        tiles.arrive(BAR_MAX0)
-        p = _exp2(s * scale_log2 - gl.expand_dims(top0, 1))
-        shrink = _exp2(top - top0)
+        hw.arrive(BAR_MAX0, TWO_GROUPS)
+        p = hw.fast_exp2(s * scale_log2 - gl.expand_dims(top0, 1))
+        shrink = hw.fast_exp2(top - top0)
         o = _rescale(o, shrink)
         p_a = gl.convert_layout(p.to(gl.bfloat16), P_LAYOUT)
         acc = warpgroup_mma(p_a, k0[0].index(z), o, is_async=True)
         total = total * shrink + gl.sum(p, axis=1)
         # The right group's maximum is the pair's: bring this tile's weights to it before handing them over.
-        tiles.wait(BAR_MAX1)
+        hw.sync(BAR_MAX1, TWO_GROUPS)
         top = stat[1].load(HEAD_S)
-        shrink = _exp2(top0 - top)
+        shrink = hw.fast_exp2(top0 - top)
         k0[2].index(z).store((p * gl.expand_dims(shrink, 1)).to(gl.bfloat16))
         fence_async_shared()  # the right group's wgmma reads what was stored here
-        tiles.arrive(BAR_P0)
+        hw.arrive(BAR_P0, TWO_GROUPS)
         row = tiles.listed(rows_ptr, lo + (step + 1) * STEP, hi, KEY_S)
         total = total * shrink
         o, p_a = warpgroup_mma_wait(0, [acc, p_a])
         if step + 1 < n_steps:
-            tiles.arrive(tiles.FREE_0L)
+            hw.arrive(tiles.FREE_0L, TWO_GROUPS)
         o = _rescale(o, shrink)
-        tiles.wait(BAR_P1)  # also says that tile 1 is there
+        hw.sync(BAR_P1, TWO_GROUPS)  # also says that tile 1 is there
         acc = warpgroup_mma(k1[2].index(z), k1[0].index(z), o, is_async=True)
         o = warpgroup_mma_wait(0, [acc])
         if step + 1 < n_steps:
-            tiles.arrive(tiles.FREE_1L)
+            hw.arrive(tiles.FREE_1L, TWO_GROUPS)
     _finish(o, top, total, stat[2], stat[3], k1[0], out_ptr, lse_ptr, n_heads, first_head, True)
 
 
@@ -203,19 +193,19 @@ def _consume_right(
     row = tiles.listed(rows_ptr, lo + TILE, hi, KEY_S)
     mbarrier.wait(ready[4], 0)
     for step in range(n_steps):
-        z = tiles.opaque_zero()
+        z = hw.opaque_zero()
         s = _logits(row, n_rows, q, k1, ready, step & 1, z, 1, FENCE)
         mine = gl.max(s, axis=1) * scale_log2
-        tiles.wait(BAR_MAX0)
+        hw.sync(BAR_MAX0, TWO_GROUPS)
         top1 = gl.maximum(stat[0].load(HEAD_S), mine)
         stat[1].store(top1)
-        tiles.arrive(BAR_MAX1)
-        p = _exp2(s * scale_log2 - gl.expand_dims(top1, 1))
+        hw.arrive(BAR_MAX1, TWO_GROUPS)
+        p = hw.fast_exp2(s * scale_log2 - gl.expand_dims(top1, 1))
         low = p.to(gl.bfloat16)
         k1[2].index(z).store(low)
         fence_async_shared()  # the left group's wgmma reads what was stored here
-        tiles.arrive(BAR_P1)
-        shrink = _exp2(top - top1)
+        hw.arrive(BAR_P1, TWO_GROUPS)
+        shrink = hw.fast_exp2(top - top1)
         o = _rescale(o, shrink)
         p_a = gl.convert_layout(low, P_LAYOUT)
         acc = warpgroup_mma(p_a, k1[1].index(z), o, is_async=True)
@@ -224,12 +214,12 @@ def _consume_right(
         row = tiles.listed(rows_ptr, lo + (step + 1) * STEP + TILE, hi, KEY_S)
         o, p_a = warpgroup_mma_wait(0, [acc, p_a])
         if step + 1 < n_steps:
-            tiles.arrive(tiles.FREE_1R)
-        tiles.wait(BAR_P0)  # also says that tile 0 is there
+            hw.arrive(tiles.FREE_1R, TWO_GROUPS)
+        hw.sync(BAR_P0, TWO_GROUPS)  # also says that tile 0 is there
         acc = warpgroup_mma(k0[2].index(z), k0[1].index(z), o, is_async=True)
         o = warpgroup_mma_wait(0, [acc])
         if step + 1 < n_steps:
-            tiles.arrive(tiles.FREE_0R)
+            hw.arrive(tiles.FREE_0R, TWO_GROUPS)
     _finish(o, top, total, stat[3], stat[2], k0[1], out_ptr, lse_ptr, n_heads, first_head, False)
 
 
@@ -241,12 +231,12 @@ def _finish(
     """Divide by the sum over both groups' tiles and write this group's half."""
     C: gl.constexpr = 2 * HALF
     mine.store(total)
-    tiles.wait(BAR_SUMS)  # both groups wait here
+    hw.sync(BAR_SUMS, TWO_GROUPS)  # both groups wait here
     total += other.load(HEAD_S)
     some = total != 0  # true for NaN too, which then shows
     o = _rescale(o, gl.where(some, 1.0 / total, 0.0))
     if LEFT:
-        lse = gl.where(some, (top + _log2(total)) * LN_2, float("-inf"))
+        lse = gl.where(some, (top + hw.fast_log2(total)) * LN_2, float("-inf"))
         head = first_head + gl.arange(0, HEADS, HEAD_S)
         gl.store(lse_ptr + head, lse, mask=head < n_heads)
         first = 0

@@ -18,41 +18,10 @@ COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 ROW_COPY = gl.constexpr(gl.SliceLayout(1, COPY.value))
 
 # Named barriers by which the last reader of a half tile tells the producer. Triton itself takes 0 to 3.
+# All of this kernel's barriers count two groups, one arriving and one waiting; each is used again only after an answer.
+TWO_GROUPS = gl.constexpr(256)
 FREE_0L, FREE_0R = gl.constexpr(12), gl.constexpr(13)
 FREE_1L, FREE_1R = gl.constexpr(14), gl.constexpr(15)
-
-
-@gluon.constexpr_function
-@no_type_check
-def _bar(kind, number):
-    return f"bar.{kind} {number}, 256; mov.u32 $0, 0;"
-
-
-@gluon.jit
-@no_type_check
-def arrive(BARRIER: gl.constexpr):
-    """Tell another group, without waiting; it will see what this group wrote to shared memory before.
-
-    A barrier counts 256 threads, one group arriving and one waiting; each is used again only after an answer.
-    """
-    gl.inline_asm_elementwise(_bar("arrive", BARRIER), "=r", [], gl.int32, False, 1)
-
-
-@gluon.jit
-@no_type_check
-def wait(BARRIER: gl.constexpr):
-    """Wait until the other group has come."""
-    gl.inline_asm_elementwise(_bar("sync", BARRIER), "=r", [], gl.int32, False, 1)
-
-
-@gluon.jit
-@no_type_check
-def opaque_zero():
-    """Return a 0 that LLVM cannot see through, to index stacks of one tile with.
-
-    Otherwise LLVM hoists some 80 wgmma descriptors out of the loop, which then spill. ptxas still folds the 0.
-    """
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from pallas_kernels import gluon_hopper as hw
 from pallas_kernels.sparse_mla.gluon_backward_queries import HALF, NARROW, WIDE
 from pallas_kernels.sparse_mla.gluon_backward_slots import (
     CONSUMER_REGISTERS,
@@ -21,7 +22,6 @@ from pallas_kernels.sparse_mla.gluon_backward_slots import (
     ROW,
     SHARED,
     load_indices,
-    opaque_zero,
 )
 
 STAGES = gl.constexpr(2)  # P and dS tiles in flight, one a consumer warpgroup
@@ -70,7 +70,7 @@ def sum_heads(buffers, target, GROUP: gl.constexpr, N_SLOTS: gl.constexpr, FIXED
     dkv_ptr, idx_ptr, part, first, n_tiles, n_keys, unit = target
     mbarrier.wait(ready, 0)
     for j in range((n_tiles + 1 - GROUP) // 2):
-        stage = GROUP + opaque_zero(j)
+        stage = GROUP + hw.opaque_zero()
         z = stage - GROUP
         tile = first + 2 * j + GROUP
         mbarrier.wait(full.index(stage), j & 1)

@@ -11,6 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from pallas_kernels import gluon_hopper as hw
+
 LATENT = gl.constexpr(512)  # value dims: the first columns of a key row
 ROPE = gl.constexpr(64)
 ROW = gl.constexpr(576)
@@ -39,28 +41,6 @@ STORED = gl.constexpr(
 )
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a thread
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16))
-
-
-@gluon.jit
-@no_type_check
-def exp2(x):
-    """2^x by the hardware's approximation."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-@no_type_check
-def opaque_zero(i):
-    """Return a 0 that LLVM cannot see through.
-
-    Added to a buffer index in a loop, it keeps LLVM from hoisting the loop's ~80 wgmma descriptors, which ptxas
-    would then spill; ptxas itself still folds the 0.
-    """
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -143,7 +123,7 @@ def weigh_heads(
             mbarrier.arrive(empty.index(b), count=1)
     mbarrier.wait(ready, 0)
     for i in range(N_TILES):
-        z = opaque_zero(i)
+        z = hw.opaque_zero()
         phase = i & 1
         s = gl.zeros([64, 64], gl.float32, SCORES)
         dp = gl.zeros([64, 64], gl.float32, SCORES)
@@ -176,7 +156,7 @@ def weigh_heads(
         s, dp = warpgroup_mma_wait(0, deps=[s, dp])
         mbarrier.arrive(empty.index(3), count=1)
         mbarrier.arrive(empty.index(4), count=1)
-        p = exp2(gl.minimum(s * scale_log2 - lse2_H[:, None], MAX_LOG2_WEIGHT))
+        p = hw.fast_exp2(gl.minimum(s * scale_log2 - lse2_H[:, None], MAX_LOG2_WEIGHT))
         ds = p * (dp * scale - delta_H[:, None])
         store_tile(p_out + i * 64, p.to(gl.bfloat16))
         store_tile(ds_out + i * 64, ds.to(gl.bfloat16))

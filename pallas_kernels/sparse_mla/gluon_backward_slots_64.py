@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from pallas_kernels import gluon_hopper as hw
 from pallas_kernels.sparse_mla.gluon_backward_slots import (
     CONSUMER_REGISTERS,
     COPY,
@@ -22,7 +23,6 @@ from pallas_kernels.sparse_mla.gluon_backward_slots import (
     ROW,
     SCORES,
     SHARED,
-    exp2,
     load_indices,
     row_offsets,
     slot_of_row,
@@ -36,7 +36,7 @@ STAGES = gl.constexpr(3)  # tiles of 64 rows x 576 columns in shared memory
 @gluon.jit
 @no_type_check
 def weigh_slots(buffers, lse2_ptr, p_ptr, row, scratch_row, scale_log2, N_TILES: gl.constexpr):
-    """P = exp2(scale_log2 Q K^T - lse2), to memory and through shared memory to the other warpgroup."""
+    """P = hw.fast_exp2(scale_log2 Q K^T - lse2), to memory and through shared memory to the other warpgroup."""
     full, empty, latent, rope, p_shared, p_full, p_empty = buffers
     lse2_H = gl.load(lse2_ptr + row + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))
     p_out = tile_pointer(p_ptr, scratch_row, N_TILES * 64)
@@ -53,7 +53,9 @@ def weigh_slots(buffers, lse2_ptr, p_ptr, row, scratch_row, scale_log2, N_TILES:
         s = warpgroup_mma(q_rope, rope.index(stage).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(empty.index(stage), count=1)
-        p = exp2(gl.minimum(s * scale_log2 - lse2_H[:, None], MAX_LOG2_WEIGHT)).to(gl.bfloat16)
+        p = hw.fast_exp2(gl.minimum(s * scale_log2 - lse2_H[:, None], MAX_LOG2_WEIGHT)).to(
+            gl.bfloat16
+        )
         mbarrier.wait(p_empty, (i & 1) ^ 1)  # the other warpgroup has read the last P
         p_shared.store(p)
         mbarrier.arrive(p_full, count=1)
