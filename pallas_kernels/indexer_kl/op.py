@@ -65,7 +65,7 @@ def indexer_kl(
 
     def check() -> None:
         dispatch.require_hopper()
-        kernel = dispatch.load(FOLDER + "pallas_gpu_loss")
+        kernel = dispatch.load(FOLDER + "pallas_gpu")
         kernel.check(q_TJX, k_SX, attn_q_THD, attn_k_SHD, scale)
 
     choices = {"pallas_gpu": check, "reference": None}
@@ -179,7 +179,7 @@ def sparse_indexer_kl(
 def _range_kl(q: Array, k: Array, w: Array, others: tuple, scale: float) -> Array:
     """Run the range form on kernels, one sequence; `others` are constants of the loss."""
     attn_q, attn_k, lse, start, end, selected = others
-    gpu = dispatch.load(FOLDER + "pallas_gpu_loss")
+    gpu = dispatch.load(FOLDER + "pallas_gpu")
     rows = gpu.Rows(q, w, attn_q, lse, start, end, selected)
     return gpu.kl_rows(rows, gpu.Keys(k, attn_k), scale=scale)
 
@@ -193,7 +193,7 @@ def _range_kl_forward(
 def _range_kl_backward(scale: float, residuals: tuple, d_kl: Array) -> tuple:
     q, k, w, others = residuals
     attn_q, attn_k, lse, start, end, selected = others
-    gpu = dispatch.load(FOLDER + "pallas_gpu_loss")
+    gpu = dispatch.load(FOLDER + "pallas_gpu")
     rows = gpu.Rows(q, w, attn_q, lse, start, end, selected)
     d_q, d_k, d_w = gpu.gradients(rows, gpu.Keys(k, attn_k), d_kl, scale=scale)
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_w.astype(w.dtype), None

@@ -21,7 +21,7 @@ from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.fp8 import op as fp8_op
-from pallas_kernels.indexer_scores import head_sum_mgpu as mma
+from pallas_kernels.indexer_scores import pallas_gpu_head_sum as mma
 
 MAX_HEADS = 64
 HEAD_DIMS = (64, 128)

@@ -151,10 +151,10 @@ def _run_chunk(
 ) -> tuple[Array, Array]:
     """Fill rows [first, first + n) of dq and add their part of dkv; both are updated in place."""
     from pallas_kernels.sparse_mla import (
-        gluon_backward_keys,
-        gluon_backward_queries,
-        gluon_backward_slots,
-        gluon_backward_slots_64,
+        gluon_gpu_backward_keys,
+        gluon_gpu_backward_queries,
+        gluon_gpu_backward_slots,
+        gluon_gpu_backward_slots_64,
     )
 
     q_THD, d_out_THU, kv_SD, topk_idx_TK, lse2_TH, delta_TH, unit = arrays
@@ -165,9 +165,9 @@ def _run_chunk(
     first_1 = jnp.reshape(first, (1,)).astype(jnp.int32)
     sizes = {"N_SLOTS": n_slots, "N_TILES": n_tiles}
     slots = (
-        gluon_backward_slots_64.slots_of_64_heads
+        gluon_gpu_backward_slots_64.slots_of_64_heads
         if groups == 1
-        else gluon_backward_slots.slots_of_128_heads
+        else gluon_gpu_backward_slots.slots_of_128_heads
     )
     scratch = jax.ShapeDtypeStruct((n, n_heads, n_tiles * TILE), jnp.bfloat16)
     p_THK, ds_THK = gluon_call(
@@ -181,7 +181,7 @@ def _run_chunk(
     span = _span(n_tiles, n_keys)
     sizes |= {"N_HEADS": n_heads}
     (dkv,) = gluon_call(
-        gluon_backward_keys.key_gradients,
+        gluon_gpu_backward_keys.key_gradients,
         *(q_THD, d_out_THU, p_THK, ds_THK, topk_idx_TK, first_1, unit, dkv),
         out=(jax.ShapeDtypeStruct(dkv.shape, dkv.dtype),),
         grid=(2 * n * -(-n_tiles // span),),
@@ -190,7 +190,7 @@ def _run_chunk(
         aliases={7: 0},
     )
     (dq_THD,) = gluon_call(
-        gluon_backward_queries.query_gradients,
+        gluon_gpu_backward_queries.query_gradients,
         *(kv_SD, ds_THK, topk_idx_TK, first_1, dq_THD),
         out=(jax.ShapeDtypeStruct(dq_THD.shape, dq_THD.dtype),),
         grid=(n * groups,),

@@ -20,8 +20,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sparse_mla import hopper_asm as asm
-from pallas_kernels.sparse_mla import hopper_products as products
 from pallas_kernels.sparse_mla import pallas_gpu_attend as attend
+from pallas_kernels.sparse_mla import pallas_gpu_products as products
 from pallas_kernels.sparse_mla.pallas_gpu_attend import DIM, HALF, HEADS, KEYS, ROPE, VALUE_DIM
 
 

@@ -11,9 +11,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sparse_mla import hopper_asm as asm
-from pallas_kernels.sparse_mla import hopper_products as products
-from pallas_kernels.sparse_mla import hopper_rows as rows
-from pallas_kernels.sparse_mla import hopper_stores as stores
+from pallas_kernels.sparse_mla import pallas_gpu_products as products
+from pallas_kernels.sparse_mla import pallas_gpu_rows as rows
+from pallas_kernels.sparse_mla import pallas_gpu_stores as stores
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)

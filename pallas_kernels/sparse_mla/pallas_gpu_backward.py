@@ -20,10 +20,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sparse_mla import hopper_asm as asm
-from pallas_kernels.sparse_mla import hopper_products as products
-from pallas_kernels.sparse_mla import hopper_stores as stores
 from pallas_kernels.sparse_mla import pallas_gpu
 from pallas_kernels.sparse_mla import pallas_gpu_gradients as gradients
+from pallas_kernels.sparse_mla import pallas_gpu_products as products
+from pallas_kernels.sparse_mla import pallas_gpu_stores as stores
 from pallas_kernels.sparse_mla.pallas_gpu_attend import HALF, HEADS, KEYS, VALUE_DIM
 
 LOG2E = math.log2(math.e)

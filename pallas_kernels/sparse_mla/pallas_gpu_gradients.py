@@ -17,9 +17,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sparse_mla import hopper_asm as asm
-from pallas_kernels.sparse_mla import hopper_products as products
-from pallas_kernels.sparse_mla import hopper_rows as rows
-from pallas_kernels.sparse_mla import hopper_stores as stores
+from pallas_kernels.sparse_mla import pallas_gpu_products as products
+from pallas_kernels.sparse_mla import pallas_gpu_rows as rows
+from pallas_kernels.sparse_mla import pallas_gpu_stores as stores
 from pallas_kernels.sparse_mla.pallas_gpu_attend import (
     ALL,
     HALF,

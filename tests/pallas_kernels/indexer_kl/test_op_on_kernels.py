@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, indexer_kl, sparse_indexer_kl
-from pallas_kernels.indexer_kl import pallas_gpu_loss
+from pallas_kernels.indexer_kl import pallas_gpu
 from pallas_kernels.indexer_kl import reference as kl_reference
 from pallas_kernels.indexer_scores import reference as scores_reference
 
@@ -37,11 +37,13 @@ def plain_score_gradients(q, k, w, d_scores, start, end):
 def on_kernels(monkeypatch):
     """Take every device for Hopper and plain jnp for the kernels of the range form."""
     monkeypatch.setattr(dispatch, "require_hopper", lambda: None)
-    monkeypatch.setattr(pallas_gpu_loss, "check", lambda *a: None)
-    monkeypatch.setattr(pallas_gpu_loss.pallas_gpu_target, "attention_target", plain_target)
-    monkeypatch.setattr(pallas_gpu_loss.scores_gpu, "scores", plain_scores)
-    monkeypatch.setattr(pallas_gpu_loss.pallas_gpu, "score_gradients", plain_score_gradients)
-    monkeypatch.setattr(pallas_gpu_loss, "ROW_MULTIPLE", 2)
+    monkeypatch.setattr(pallas_gpu, "check", lambda *a: None)
+    monkeypatch.setattr(pallas_gpu.pallas_gpu_target, "attention_target", plain_target)
+    monkeypatch.setattr(pallas_gpu.scores_gpu, "scores", plain_scores)
+    monkeypatch.setattr(
+        pallas_gpu.pallas_gpu_score_gradients, "score_gradients", plain_score_gradients
+    )
+    monkeypatch.setattr(pallas_gpu, "ROW_MULTIPLE", 2)
 
 
 def draw(rng, batch, n_queries, n_keys):
@@ -89,7 +91,7 @@ def test_the_range_form_equals_its_definition(
     rng, draw_ranges, on_kernels, monkeypatch, batch, block_rows, masked
 ):
     n_queries, n_keys = 9, 13
-    monkeypatch.setattr(pallas_gpu_loss, "MAX_BLOCK_ROWS", block_rows)
+    monkeypatch.setattr(pallas_gpu, "MAX_BLOCK_ROWS", block_rows)
     x = draw(rng, batch, n_queries, n_keys)
     start, end = draw_ranges(rng, (*batch, n_queries), n_keys)
     shape = (*batch, n_queries, n_keys)

@@ -47,25 +47,25 @@ SIZES = {"N_SLOTS": 2048, "N_TILES": 32}
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_slot_kernels_compile_without_spills_or_serialised_products(heads):
-    from pallas_kernels.sparse_mla import gluon_backward_slots, gluon_backward_slots_64
+    from pallas_kernels.sparse_mla import gluon_gpu_backward_slots, gluon_gpu_backward_slots_64
 
     kernel = {
-        64: gluon_backward_slots_64.slots_of_64_heads,
-        128: gluon_backward_slots.slots_of_128_heads,
+        64: gluon_gpu_backward_slots_64.slots_of_64_heads,
+        128: gluon_gpu_backward_slots.slots_of_128_heads,
     }[heads]
     types = ["bf16"] * 3 + ["i32", "fp32", "fp32", "i32", "bf16", "bf16"]
     assert_overlapping(*assembly(kernel, types, ["i32", "fp32", "fp32"], SIZES))
 
 
 def test_query_kernel_compiles_without_spills_or_serialised_products():
-    from pallas_kernels.sparse_mla.gluon_backward_queries import query_gradients
+    from pallas_kernels.sparse_mla.gluon_gpu_backward_queries import query_gradients
 
     types = ["bf16", "bf16", "i32", "i32", "bf16", "bf16"]
     assert_overlapping(*assembly(query_gradients, types, ["i32"], SIZES | {"N_HEADS": 128}))
 
 
 def test_key_kernel_adds_16_bytes_an_instruction():
-    from pallas_kernels.sparse_mla.gluon_backward_keys import key_gradients
+    from pallas_kernels.sparse_mla.gluon_gpu_backward_keys import key_gradients
 
     types = ["bf16"] * 4 + ["i32", "i32", "fp32", "fp32", "fp32"]
     constants = SIZES | {"N_HEADS": 128, "SPAN": 32, "FIXED": False}

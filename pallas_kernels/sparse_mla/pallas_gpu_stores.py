@@ -12,8 +12,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.sparse_mla import hopper_asm as asm
-from pallas_kernels.sparse_mla import hopper_rows as rows
-from pallas_kernels.sparse_mla.hopper_products import ACC, ATOM, FULL, ROW, ROWS, TILE
+from pallas_kernels.sparse_mla import pallas_gpu_rows as rows
+from pallas_kernels.sparse_mla.pallas_gpu_products import ACC, ATOM, FULL, ROW, ROWS, TILE
 
 KEYS = plgpu.Layout.WG_STRIDED((2 * asm.GROUP,), vec_size=2)
 KEYS_TYPE = plgpu.ShapeDtypeStruct((2 * asm.GROUP,), jnp.int32, KEYS)

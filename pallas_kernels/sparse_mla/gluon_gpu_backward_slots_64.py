@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from pallas_kernels import gluon_hopper as hw
-from pallas_kernels.sparse_mla.gluon_backward_slots import (
+from pallas_kernels.sparse_mla.gluon_gpu_backward_slots import (
     CONSUMER_REGISTERS,
     COPY,
     LATENT,

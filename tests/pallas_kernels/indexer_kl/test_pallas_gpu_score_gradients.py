@@ -3,12 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.indexer_kl import pallas_gpu
+from pallas_kernels.indexer_kl import pallas_gpu_score_gradients
 
 TOL = 4e-3  # relative; cotangents are rounded to bfloat16 before they multiply, dq after too
 USUAL = (65, 705)  # of the tests that are about something else: compiled once
 
-kernel = jax.jit(pallas_gpu.score_gradients)
+kernel = jax.jit(pallas_gpu_score_gradients.score_gradients)
 
 
 def oracle(q, k, w, d):
@@ -104,6 +104,6 @@ def test_the_kernels_lower_without_a_gpu(rng, n_queries, n_keys):
 def test_key_spans_hold_every_query_that_sees_the_block():
     query_spans = jnp.asarray([[[0, 2], [0, 0], [1, 3], [2, 3]]], jnp.int32)
 
-    spans = pallas_gpu.key_spans(query_spans, 4)
+    spans = pallas_gpu_score_gradients.key_spans(query_spans, 4)
 
     np.testing.assert_array_equal(spans, [[[0, 1], [0, 3], [2, 4], [0, 0]]])

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from pallas_kernels.sparse_mla.gluon_backward_slots import (
+from pallas_kernels.sparse_mla.gluon_gpu_backward_slots import (
     CONSUMER_REGISTERS,
     COPY,
     PRODUCER_REGISTERS,

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from pallas_kernels.sparse_mla import hopper_asm as asm
-from pallas_kernels.sparse_mla.hopper_products import ATOM, ROWS, TILE
+from pallas_kernels.sparse_mla.pallas_gpu_products import ATOM, ROWS, TILE
 
 ROWS_PER_THREAD = ROWS // (asm.GROUP // 8)
 SLOTS = plgpu.Layout.WG_STRIDED((asm.GROUP * ROWS_PER_THREAD,), vec_size=ROWS_PER_THREAD)
