@@ -1,9 +1,12 @@
-"""Hopper instructions that the Gluon kernels need and Gluon does not offer."""
+"""What Gluon kernels on Hopper share: instructions that Gluon does not offer, and the layout of copies."""
 
 from typing import no_type_check
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+# Of a group of four warps that copies rows of bf16: 16 bytes a thread, 8 threads a 128-byte line of a row.
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit

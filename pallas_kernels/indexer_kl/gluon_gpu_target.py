@@ -29,7 +29,6 @@ TURN = gl.constexpr(7)  # + group: it may start its products
 CONSUMER_REGISTERS = gl.constexpr(224)  # 144 of them for 64 heads of 576
 PRODUCER_REGISTERS = gl.constexpr(56)
 LOG2E = gl.constexpr(1.4426950408889634)
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a thread
 
 
 @gluon.jit
@@ -164,8 +163,8 @@ def _consume(
 @no_type_check
 def _copy_rows(base, offset, valid, latent, rope):
     """Start copying rows of 576 into one stage; a row that is not valid becomes zeros and is not read."""
-    wide = gl.arange(0, LATENT, gl.SliceLayout(0, COPY))
-    narrow = LATENT + gl.arange(0, ROPE, gl.SliceLayout(0, COPY))
+    wide = gl.arange(0, LATENT, gl.SliceLayout(0, hw.COPY))
+    narrow = LATENT + gl.arange(0, ROPE, gl.SliceLayout(0, hw.COPY))
     row = base + gl.expand_dims(offset, 1)
     mask = gl.expand_dims(valid, 1)
     async_copy.async_copy_global_to_shared(latent, row + gl.expand_dims(wide, 0), mask=mask)
@@ -176,7 +175,7 @@ def _copy_rows(base, offset, valid, latent, rope):
 @no_type_check
 def _slots(idx_ptr, first, n_slots):
     """Load one tile's key indices; a slot past the row's end is -1."""
-    slot = first + gl.arange(0, KEYS, gl.SliceLayout(1, COPY))
+    slot = first + gl.arange(0, KEYS, gl.SliceLayout(1, hw.COPY))
     return gl.load(idx_ptr + slot, mask=slot < n_slots, other=-1)
 
 
@@ -189,7 +188,7 @@ def _produce(
     """Fill the ring: of each query the two groups' heads, then the tiles of listed rows."""
     stage = 0
     phase = 0
-    head = gl.arange(0, HEADS, gl.SliceLayout(1, COPY))
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, hw.COPY))
     for row in range(gl.program_id(0), n_rows, gl.num_programs(0)):
         query = (first_query + row).to(gl.int64)
         there = first_query + row < n_queries

@@ -30,7 +30,6 @@ from pallas_kernels import gluon_hopper as hw
 from pallas_kernels.paged_mla import gluon_gpu_tiles as tiles
 from pallas_kernels.paged_mla.gluon_gpu_fp8 import produce_fp8
 from pallas_kernels.paged_mla.gluon_gpu_tiles import (
-    COPY,
     HALF,
     HEADS,
     ROPE,
@@ -62,7 +61,7 @@ BAR_P0, BAR_P1 = gl.constexpr(10), gl.constexpr(11)
 @no_type_check
 def _copy_rows(ptr, row, n_rows, smem, PITCH: gl.constexpr):
     """Start copying columns of the rows; invalid rows become zeros and are not read."""
-    col = gl.arange(0, smem.shape[1], gl.SliceLayout(0, COPY))
+    col = gl.arange(0, smem.shape[1], gl.SliceLayout(0, hw.COPY))
     valid = (row >= 0) & (row < n_rows)
     at = ptr + row.to(gl.int64)[:, None] * PITCH + col[None, :]
     async_copy.async_copy_global_to_shared(smem, at, mask=valid[:, None])
@@ -245,9 +244,9 @@ def _finish(
     if out_ptr.dtype.element_ty == gl.bfloat16:
         # Through the tile that this group freed last, for 16-byte stores.
         stage.index(0).store(o.to(gl.bfloat16))
-        value = stage.index(0).load(COPY)
+        value = stage.index(0).load(hw.COPY)
         head = first_head + gl.arange(0, HEADS, ROW_COPY)
-        col = first + gl.arange(0, HALF, gl.SliceLayout(0, COPY))
+        col = first + gl.arange(0, HALF, gl.SliceLayout(0, hw.COPY))
     else:
         value = o
         head = first_head + gl.arange(0, HEADS, HEAD_O)

@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from pallas_kernels import gluon_hopper as hw
+
 HEADS = gl.constexpr(64)  # of a program: the M of one warpgroup's wgmma
 TILE = gl.constexpr(64)  # rows of a tile
 STEP = gl.constexpr(128)  # rows of a pair of tiles
@@ -13,9 +15,7 @@ HALF = gl.constexpr(256)  # value dims of one consumer group
 ROPE = gl.constexpr(64)
 
 TILE_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16))
-# 16-byte copies, 8 threads on each 128-byte line.
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-ROW_COPY = gl.constexpr(gl.SliceLayout(1, COPY.value))
+ROW_COPY = gl.constexpr(gl.SliceLayout(1, hw.COPY.value))
 
 # Named barriers by which the last reader of a half tile tells the producer. Triton itself takes 0 to 3.
 # All of this kernel's barriers count two groups, one arriving and one waiting; each is used again only after an answer.
@@ -41,7 +41,7 @@ def copy_queries(q_ptr, first_head, n_heads, q, ready):
     inside = (head < n_heads)[:, None]
     for i in gl.static_range(3):
         smem = q[i].index(0)
-        col = i * HALF + gl.arange(0, smem.shape[1], gl.SliceLayout(0, COPY))
+        col = i * HALF + gl.arange(0, smem.shape[1], gl.SliceLayout(0, hw.COPY))
         at = q_ptr + head[:, None] * DIM + col[None, :]
         async_copy.async_copy_global_to_shared(smem, at, mask=inside)
     async_copy.mbarrier_arrive(ready, increment_count=False)

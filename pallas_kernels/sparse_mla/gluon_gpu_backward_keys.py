@@ -15,7 +15,6 @@ from pallas_kernels import gluon_hopper as hw
 from pallas_kernels.sparse_mla.gluon_gpu_backward_queries import HALF, NARROW, WIDE
 from pallas_kernels.sparse_mla.gluon_gpu_backward_slots import (
     CONSUMER_REGISTERS,
-    COPY,
     LATENT,
     PRODUCER_REGISTERS,
     ROPE,
@@ -95,9 +94,9 @@ def copy_heads(buffers, sources, part, n_tiles, N_HEADS: gl.constexpr, N_TILES: 
     """The producer warpgroup: Q and dO of all heads (a part of the columns), then P and dS tiles."""
     ready, full, empty, wide, rope, tiles = buffers
     q_ptr, do_ptr, p_ptr, ds_ptr = sources
-    head = gl.arange(0, N_HEADS, gl.SliceLayout(1, COPY))[:, None]
-    cols = gl.arange(0, HALF, gl.SliceLayout(0, COPY))[None, :]
-    slots = gl.arange(0, 64, gl.SliceLayout(0, COPY))[None, :]
+    head = gl.arange(0, N_HEADS, gl.SliceLayout(1, hw.COPY))[:, None]
+    cols = gl.arange(0, HALF, gl.SliceLayout(0, hw.COPY))[None, :]
+    slots = gl.arange(0, 64, gl.SliceLayout(0, hw.COPY))[None, :]
     async_copy.async_copy_global_to_shared(
         wide.index(0), do_ptr + head * LATENT + (part * HALF + cols)
     )

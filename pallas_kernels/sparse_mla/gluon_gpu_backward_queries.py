@@ -11,9 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from pallas_kernels import gluon_hopper as hw
 from pallas_kernels.sparse_mla.gluon_gpu_backward_slots import (
     CONSUMER_REGISTERS,
-    COPY,
     PRODUCER_REGISTERS,
     ROPE,
     ROW,
@@ -78,9 +78,9 @@ def copy_tiles(
 ):  # fmt: skip
     """The producer warpgroup: key rows (zeros for an invalid slot) and dS of each tile."""
     full, empty, k, k_rope, ds = buffers
-    rows = gl.arange(0, 64, gl.SliceLayout(1, COPY))
-    cols = gl.arange(0, HALF, gl.SliceLayout(0, COPY))[None, :]
-    rope_cols = gl.arange(0, ROPE, gl.SliceLayout(0, COPY))[None, :]
+    rows = gl.arange(0, 64, gl.SliceLayout(1, hw.COPY))
+    cols = gl.arange(0, HALF, gl.SliceLayout(0, hw.COPY))[None, :]
+    rope_cols = gl.arange(0, ROPE, gl.SliceLayout(0, hw.COPY))[None, :]
     ds_src = ds_ptr + rows[:, None] * (N_TILES * 64) + rope_cols
     idx = load_indices(idx_ptr, rows, N_SLOTS)
     for i in range(N_TILES):

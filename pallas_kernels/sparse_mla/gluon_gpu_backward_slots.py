@@ -39,7 +39,6 @@ STORED = gl.constexpr(
         [64, 64],
     )
 )
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a thread
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16))
 
 
@@ -168,9 +167,9 @@ def copy_blocks(buffers, sources, row, n_keys, N_SLOTS: gl.constexpr, N_TILES: g
     """The producer warpgroup: Q of both groups through the ring, dO beside it, then the key tiles."""
     ready, full, empty, k, k_rope, do, q_rope = buffers
     q_ptr, do_ptr, kv_ptr, idx_ptr = sources
-    rows = gl.arange(0, 64, gl.SliceLayout(1, COPY))
-    cols = gl.arange(0, BLOCK, gl.SliceLayout(0, COPY))[None, :]
-    rope_cols = gl.arange(0, ROPE, gl.SliceLayout(0, COPY))[None, :]
+    rows = gl.arange(0, 64, gl.SliceLayout(1, hw.COPY))
+    cols = gl.arange(0, BLOCK, gl.SliceLayout(0, hw.COPY))[None, :]
+    rope_cols = gl.arange(0, ROPE, gl.SliceLayout(0, hw.COPY))[None, :]
     head = (row + rows).to(gl.int64)[:, None]
     for g in gl.static_range(2):
         q_src = q_ptr + (head + g * 64) * ROW

@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from pallas_kernels import gluon_hopper as hw
 from pallas_kernels.sparse_mla.gluon_gpu_backward_slots import (
     CONSUMER_REGISTERS,
-    COPY,
     LATENT,
     LEFT,
     MAX_LOG2_WEIGHT,
@@ -95,9 +94,9 @@ def copy_rows(
 ):  # fmt: skip
     """The producer warpgroup: Q, dO, then the key tiles, all through one ring."""
     full, empty, latent, rope, _p_shared, _p_full, _p_empty = buffers
-    rows = gl.arange(0, 64, gl.SliceLayout(1, COPY))
-    cols = gl.arange(0, LATENT, gl.SliceLayout(0, COPY))[None, :]
-    rope_cols = gl.arange(0, ROPE, gl.SliceLayout(0, COPY))[None, :]
+    rows = gl.arange(0, 64, gl.SliceLayout(1, hw.COPY))
+    cols = gl.arange(0, LATENT, gl.SliceLayout(0, hw.COPY))[None, :]
+    rope_cols = gl.arange(0, ROPE, gl.SliceLayout(0, hw.COPY))[None, :]
     head = (row + rows).to(gl.int64)[:, None]
     async_copy.async_copy_global_to_shared(latent.index(0), q_ptr + head * ROW + cols)
     async_copy.async_copy_global_to_shared(rope.index(0), q_ptr + head * ROW + (LATENT + rope_cols))

@@ -42,8 +42,6 @@ PRODUCER_REGISTERS = gl.constexpr(72)
 NO_REFERENCE = gl.constexpr(-1.0e30)  # finite: -inf - -inf would be NaN
 SLACK = gl.constexpr(8.0)  # log2 of how far a weight may exceed 1
 LN2 = gl.constexpr(math.log(2.0))
-# 16 bytes a thread, 8 threads a 128-byte line of a row.
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 # Named barriers: one side arrives, the other waits. All but the last are pairs, + g for group or block g. No side can
 # arrive twice before the other has waited: between two arrivals it needs rows that the producer gathers only after, or
@@ -240,7 +238,7 @@ def _consume(
 @no_type_check
 def _copy_rows(base, offsets, valid, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, tile):
     """Start copying columns of rows into a tile; rows not valid and columns past COLUMNS, n x 8, become zeros."""
-    cols = gl.arange(0, tile.shape[1], gl.SliceLayout(0, COPY))
+    cols = gl.arange(0, tile.shape[1], gl.SliceLayout(0, hw.COPY))
     pointers = base + gl.expand_dims(offsets, 1) + gl.expand_dims(COLUMN + cols, 0)
     mask = gl.expand_dims(valid, 1)
     if tile.shape[1] > COLUMNS:
@@ -252,7 +250,7 @@ def _copy_rows(base, offsets, valid, COLUMN: gl.constexpr, COLUMNS: gl.constexpr
 @no_type_check
 def _load_indices(idx_ptr, query, first_slot, n_slots, exists):
     """Return the key indices of one block; slots past the end are -1."""
-    slots = first_slot + gl.arange(0, KEYS, gl.SliceLayout(1, COPY))
+    slots = first_slot + gl.arange(0, KEYS, gl.SliceLayout(1, hw.COPY))
     pointers = idx_ptr + query.to(gl.int64) * n_slots + slots
     return gl.load(pointers, mask=(slots < n_slots) & exists, other=-1)
 
@@ -283,7 +281,7 @@ def _produce(
     for tile in range(first, n_tiles + gl.num_programs(0), gl.num_programs(0)):
         n_steps = next_steps
         next_steps = _load_steps(steps_ptr, tile + gl.num_programs(0), n_heads, n_tiles)
-        rows = (tile % tiles_per_query) * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, COPY))
+        rows = (tile % tiles_per_query) * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, hw.COPY))
         q_offset = ((tile // tiles_per_query).to(gl.int64) * n_heads + rows) * D
         here = (rows < n_heads) & (tile < n_tiles)
         hw.sync(Q_FREE, THREE_GROUPS)
