@@ -1,6 +1,21 @@
+import re
+import subprocess
+from typing import NamedTuple
+
 import jax
 import numpy as np
 import pytest
+
+
+class HopperKernel(NamedTuple):
+    """What the compilers made of a Gluon kernel."""
+
+    ptx: str
+    sass: str
+    spilled_bytes: int
+    warnings: list[str]  # of ptxas; one says that it serialises the products
+    shared_bytes: int
+    num_warps: int  # with the worker partitions'
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,6 +35,34 @@ def calc_diff():
         return 1 - 2 * np.sum(x * y) / (np.sum(x * x) + np.sum(y * y))
 
     return diff
+
+
+@pytest.fixture(scope="session")
+def compile_for_hopper():
+    """Return a function that compiles a Gluon kernel, four warps, for sm_90a; no GPU is needed.
+
+    It takes the kernel, Triton's types of its pointers and scalars as two strings of words, and its constants.
+    """
+    pytest.importorskip("triton")
+    from triton import knobs
+
+    from pallas_kernels import gluon_call
+
+    def compile_kernel(kernel, pointers, scalars, constants):
+        compiled = gluon_call.compile_kernel(
+            kernel, pointers.split(), scalars.split(), constants, num_warps=4
+        )
+        command = [knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", "-o", "/dev/null", "-"]
+        ptx = compiled.asm["ptx"]
+        report = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True)
+        (spilled,) = re.findall(r"(\d+) bytes spill stores", report.stderr)
+        warnings = [line for line in report.stderr.splitlines() if "Performance Loss" in line]
+        meta = compiled.metadata
+        return HopperKernel(
+            ptx, compiled.asm["sass"], int(spilled), warnings, meta.shared, meta.num_warps
+        )
+
+    return compile_kernel
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-from pallas_kernels import gluon_call
 from pallas_kernels.paged_indexer import gluon_gpu
 
 SCORE_TOL = 3e-6  # of the largest score: sums of exact products in float32, in another order
@@ -146,17 +145,16 @@ def test_chunks_are_whole_tiles(n_groups, n_keys):
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-def test_a_tile_is_one_product_and_programs_share_a_multiprocessor(quantised):
+def test_a_tile_is_one_product_and_programs_share_a_multiprocessor(quantised, compile_for_hopper):
     stages = gluon_gpu.choose_stages(64 * 128 * 2, 1 if quantised else 2)
-    types = ["fp16", "fp32", "fp8e4nv", "fp32"] if quantised else ["bf16", "fp32", "bf16", "fp32"]
-    kernel = gluon_call.compile_kernel(
-        gluon_gpu.paged_scores_kernel, [*types, "i32", "i32", "fp32"], ["i32"] * 5,
+    types = "fp16 fp32 fp8e4nv fp32" if quantised else "bf16 fp32 bf16 fp32"
+    kernel = compile_for_hopper(
+        gluon_gpu.paged_scores_kernel, types + " i32 i32 fp32", "i32 i32 i32 i32 i32",
         {"J": 64, "X": 128, "PAGE": 64, "TOKENS": 1, "STAGES": stages, "QUANTISED": quantised},
-        num_warps=4,
     )  # fmt: skip
-    assert kernel.asm["ptx"].count("wgmma.mma_async") == 128 // 16
-    assert kernel.asm["ptx"].count("wgmma.wait_group") == 1
-    assert 2 * kernel.metadata.shared <= 227 * 1024
+    assert kernel.ptx.count("wgmma.mma_async") == 128 // 16
+    assert kernel.ptx.count("wgmma.wait_group") == 1
+    assert 2 * kernel.shared_bytes <= 227 * 1024
 
 
 def array(*shape, dtype=jnp.bfloat16):

@@ -1,16 +1,13 @@
-import pathlib
 import re
-import subprocess
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from pallas_kernels import gluon_call  # noqa: E402
-from pallas_kernels.sparse_mla import gluon_gpu  # noqa: E402
+from pallas_kernels.sparse_mla import gluon_gpu
 
 gpu = pytest.mark.gpu
 BF16_TOL = 3e-3  # of a query's output by norm; rounding weights and output to 8 bits gives 2.2e-3
@@ -66,39 +63,33 @@ def check(q, kv, idx, scale=SCALE, value_dim=VALUE_DIM, lse_tol=LSE_TOL, queries
 
 
 @pytest.fixture(scope="module", params=[128, 512])
-def compiled(request):
-    value_dim = request.param
-    return value_dim, gluon_call.compile_kernel(
-        gluon_gpu.sparse_mla_kernel,
-        ["bf16", "bf16", "i32", "i32", "bf16", "fp32"],
-        ["i32", "i32", "i32", "i32", "fp32"],
-        {"HALF": value_dim // 2, "ROPE": 64},
-        num_warps=4,
+def compiled(request, compile_for_hopper):
+    pointers, scalars = "bf16 bf16 i32 i32 bf16 fp32", "i32 i32 i32 i32 fp32"
+    constants = {"HALF": request.param // 2, "ROPE": 64}
+    return request.param, compile_for_hopper(
+        gluon_gpu.sparse_mla_kernel, pointers, scalars, constants
     )
 
 
 def test_three_groups_of_warps_fit_the_shared_memory(compiled):
     _, kernel = compiled
-    assert kernel.metadata.num_warps == 12
-    assert kernel.metadata.shared <= 227 * 1024
+    assert kernel.num_warps == 12
+    assert kernel.shared_bytes <= 227 * 1024
 
 
 def test_products_stay_asynchronous(compiled):
     value_dim, kernel = compiled
-    ptx = kernel.asm["ptx"]
+    ptx = kernel.ptx
     # Each group: logits over all columns in steps of 16, of the first block and of the next; two products of 64 slots.
     assert ptx.count("wgmma.mma_async") == 2 * (2 * (value_dim + 64) // 16 + 2 * 4)
     assert ptx.count("wgmma.wait_group") == WAITS
     assert ptx.count("cp.async.cg.shared.global") == 3 * (value_dim + 64) // 16
 
 
-def test_machine_code_does_not_spill_and_moves_registers_to_the_consumers(compiled, tmp_path):
+def test_machine_code_does_not_spill_and_moves_registers_to_the_consumers(compiled):
     _, kernel = compiled
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    sass = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
-    assert sass.count("HGMMA") == kernel.asm["ptx"].count("wgmma.mma_async")
+    sass = kernel.sass
+    assert sass.count("HGMMA") == kernel.ptx.count("wgmma.mma_async")
     assert not re.findall(r"\b(LDL|STL)\b", sass)  # local memory
     # One wait for each wait written: more means that ptxas serialises the products.
     assert sass.count("WARPGROUP.DEPBAR") == WAITS

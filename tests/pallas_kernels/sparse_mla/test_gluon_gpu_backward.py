@@ -1,8 +1,6 @@
 """Gluon backward of sparse_mla: compiled form (no GPU needed), and gradients on a GPU against float32."""
 
 import functools
-import re
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ import pytest
 
 from pallas_kernels.sparse_mla import gluon_gpu_backward
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 SCALE = 576**-0.5
 # Operands, P, dS and the results are rounded to bf16 (rms 0.0017 each): 0.0022 to 0.0026 is usual.
@@ -20,59 +18,44 @@ SPILLED_BYTES = 64  # at the entry of a kernel: arguments of the partitions, nev
 KEYS = 1024
 
 
-def assembly(kernel, types, scalars, constants):
-    """Return (spilled bytes, SASS opcodes) of a kernel compiled for Hopper."""
-    from triton import knobs
-
-    from pallas_kernels.gluon_call import compile_kernel
-
-    compiled = compile_kernel(kernel, types, scalars, constants, num_warps=4)
-    ptxas = subprocess.run(
-        [knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", "-o", "/dev/null", "-"],
-        input=compiled.asm["ptx"], capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    spilled = int(re.search(r"(\d+) bytes spill stores", ptxas.stderr).group(1))
-    return compiled, spilled, compiled.asm["sass"]
-
-
-def assert_overlapping(compiled, spilled, sass):
+def assert_overlapping(kernel):
     """No spills beyond the entry, and runs of wgmma between fences: ptxas serialises all or none."""
-    assert spilled <= SPILLED_BYTES
-    assert compiled.metadata.shared <= 232_448
-    assert sass.count("WARPGROUP.ARRIVE") * 3 < sass.count("HGMMA")
+    assert kernel.spilled_bytes <= SPILLED_BYTES
+    assert kernel.shared_bytes <= 232_448
+    assert kernel.sass.count("WARPGROUP.ARRIVE") * 3 < kernel.sass.count("HGMMA")
 
 
 SIZES = {"N_SLOTS": 2048, "N_TILES": 32}
 
 
 @pytest.mark.parametrize("heads", [64, 128])
-def test_slot_kernels_compile_without_spills_or_serialised_products(heads):
+def test_slot_kernels_compile_without_spills_or_serialised_products(heads, compile_for_hopper):
     from pallas_kernels.sparse_mla import gluon_gpu_backward_slots, gluon_gpu_backward_slots_64
 
     kernel = {
         64: gluon_gpu_backward_slots_64.slots_of_64_heads,
         128: gluon_gpu_backward_slots.slots_of_128_heads,
     }[heads]
-    types = ["bf16"] * 3 + ["i32", "fp32", "fp32", "i32", "bf16", "bf16"]
-    assert_overlapping(*assembly(kernel, types, ["i32", "fp32", "fp32"], SIZES))
+    pointers = "bf16 bf16 bf16 i32 fp32 fp32 i32 bf16 bf16"
+    assert_overlapping(compile_for_hopper(kernel, pointers, "i32 fp32 fp32", SIZES))
 
 
-def test_query_kernel_compiles_without_spills_or_serialised_products():
+def test_query_kernel_compiles_without_spills_or_serialised_products(compile_for_hopper):
     from pallas_kernels.sparse_mla.gluon_gpu_backward_queries import query_gradients
 
-    types = ["bf16", "bf16", "i32", "i32", "bf16", "bf16"]
-    assert_overlapping(*assembly(query_gradients, types, ["i32"], SIZES | {"N_HEADS": 128}))
+    pointers, constants = "bf16 bf16 i32 i32 bf16 bf16", SIZES | {"N_HEADS": 128}
+    assert_overlapping(compile_for_hopper(query_gradients, pointers, "i32", constants))
 
 
-def test_key_kernel_adds_16_bytes_an_instruction():
+def test_key_kernel_adds_16_bytes_an_instruction(compile_for_hopper):
     from pallas_kernels.sparse_mla.gluon_gpu_backward_keys import key_gradients
 
-    types = ["bf16"] * 4 + ["i32", "i32", "fp32", "fp32", "fp32"]
+    pointers = "bf16 bf16 bf16 bf16 i32 i32 fp32 fp32 fp32"
     constants = SIZES | {"N_HEADS": 128, "SPAN": 32, "FIXED": False}
-    compiled, spilled, sass = assembly(key_gradients, types, ["i32", "i32"], constants)
-    assert_overlapping(compiled, spilled, sass)
-    assert "red.relaxed" in compiled.asm["ptx"] or "red.global" in compiled.asm["ptx"]
-    assert sass.count("RED") == sass.count("ADD.F32x4")
+    kernel = compile_for_hopper(key_gradients, pointers, "i32 i32", constants)
+    assert_overlapping(kernel)
+    assert "red.relaxed" in kernel.ptx or "red.global" in kernel.ptx
+    assert kernel.sass.count("RED") == kernel.sass.count("ADD.F32x4")
 
 
 def test_fixed_point_unit_keeps_sums_in_range(rng):
