@@ -13,6 +13,7 @@ import jax
 logger = logging.getLogger(__name__)
 
 HOPPER = "9.0"  # compute capability of H100 and H200
+MULTIPROCESSORS = 132  # of an H100 or H200, SXM
 GPU_PACKAGES = ("triton", "jax_triton")  # of the extra `gpu`
 
 
@@ -72,11 +73,21 @@ def _log_choice(op: str, name: str, reasons: tuple[str, ...]) -> None:
 
 def require_hopper() -> None:
     """Raise NotImplementedError unless computations go to an NVIDIA Hopper GPU."""
-    device = jax.config.jax_default_device or jax.devices()[0]
+    device = _device()
     capability = getattr(device, "compute_capability", None)
     if capability != HOPPER:
         kind = getattr(device, "device_kind", device)
         raise NotImplementedError(f"needs an NVIDIA Hopper GPU, this is {kind}")
+
+
+def multiprocessors() -> int:
+    """Return how many multiprocessors the GPU has that computations go to, an H100's or H200's if there is no GPU."""
+    return int(getattr(_device(), "core_count", MULTIPROCESSORS))
+
+
+def _device() -> Any:
+    """Return the device that computations go to."""
+    return jax.config.jax_default_device or jax.devices()[0]
 
 
 def load(module: str) -> types.ModuleType:

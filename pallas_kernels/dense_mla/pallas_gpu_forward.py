@@ -17,6 +17,7 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import dispatch
 from pallas_kernels.dense_mla import mosaic_asm, tiles
 from pallas_kernels.dense_mla.mosaic_asm import Ref
 
@@ -41,7 +42,7 @@ class Config:
 
     block_kv: int = 128
     group: int
-    n_sms: int = 132
+    n_sms: int = dataclasses.field(default_factory=dispatch.multiprocessors)
 
 
 class _Inputs(NamedTuple):

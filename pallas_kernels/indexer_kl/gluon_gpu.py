@@ -15,7 +15,6 @@ MAX_HEADS = 128  # two warpgroups of 64
 MAX_INDEX_HEADS = 64
 MAX_SLOTS = 4096
 MIN_SLOTS = 128
-MULTIPROCESSORS = 132  # of an H100 or H200
 ROWS_PER_CALL = 8192  # the target takes 16 KiB a row of 2048 slots
 GRID_BITS = 61  # of int64's 63: the bound on a sum is rounded up to a power of two
 
@@ -138,7 +137,7 @@ def _run_block(
         length_T,
         first_1,
         out=(jax.ShapeDtypeStruct((block, 2, n_slots), jnp.float32),),
-        grid=(min(MULTIPROCESSORS, block),),
+        grid=(min(dispatch.multiprocessors(), block),),
         constants={},
         scalars=(n_rows, block, n_keys, n_heads, n_slots, scale * math.log2(math.e)),
     )

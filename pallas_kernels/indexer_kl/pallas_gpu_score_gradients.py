@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import dispatch
 from pallas_kernels.indexer_scores import pallas_gpu as scores_gpu
 
 HEADS = 64  # rows of one wgmma instruction: a query's heads; fewer are padded with zeros
@@ -296,7 +297,8 @@ def _key_gradients(q: Array, k: Array, w: Array, d: Array, spans: Array) -> Arra
     n_stages = q.shape[1] // (HEADS * STAGE_QUERIES)
     n_blocks = n_keys // KEYS
     # Under a causal mask the blocks' work differs: enough parts that the chip evens it out.
-    splits = min(max(1, WAVES * scores_gpu.SMS // (batch * n_blocks)), n_stages)
+    wanted = WAVES * dispatch.multiprocessors() // (batch * n_blocks)
+    splits = min(max(1, wanted), n_stages)
     columns = STAGE_QUERIES * HEADS
     operand = _tiles(jnp.bfloat16, dim)
     run = plgpu.kernel(

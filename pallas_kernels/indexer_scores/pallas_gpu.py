@@ -20,12 +20,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import dispatch
 from pallas_kernels.fp8 import op as fp8_op
 from pallas_kernels.indexer_scores import pallas_gpu_head_sum as mma
 
 MAX_HEADS = 64
 HEAD_DIMS = (64, 128)
-SMS = 132  # H100 and H200, SXM
 REGISTERS = 2**16  # of a multiprocessor
 TMA_ROWS = 8  # the tiled TMA view counts rows in eights
 MAX_COLUMNS = 128  # queries x heads of a warpgroup: its accumulator and weights fit 112 registers
@@ -333,7 +333,7 @@ def launch(
     block_queries = cfg.math_groups * shape.columns // heads
     n_blocks = pl.cdiv(n_queries, block_queries)
     n_stages = pl.cdiv(n_keys, cfg.stage_keys)
-    splits = choose_splits(batch * n_blocks, n_stages, SMS)
+    splits = choose_splits(batch * n_blocks, n_stages, dispatch.multiprocessors())
     problem = Problem(
         batch=batch,
         queries=n_queries,

@@ -12,8 +12,7 @@ from pallas_kernels.topk_select.op import topk_select
 
 TILE = 64  # keys of a tile
 MIN_HEADS, MAX_HEADS = 16, 128
-MULTIPROCESSORS = 132  # of an H100 or H200
-TARGET_PROGRAMS = 8 * MULTIPROCESSORS  # several run at once on each; the rest evens out the ends
+TARGET_PROGRAMS = 8  # of a multiprocessor: several run at once, the rest evens out the ends
 MIN_CHUNK, MAX_CHUNK = 512, 2048  # keys of a program
 SHARED_BUDGET = 113 * 1024  # bytes of a program that shares its multiprocessor with another
 MIN_STAGES, MAX_STAGES = 3, 6
@@ -45,7 +44,7 @@ def check(
 
 def choose_chunk(n_groups: int, n_keys: int) -> int:
     """Return the keys of a program, a multiple of TILE: few enough for all multiprocessors to have work."""
-    chunk = n_groups * n_keys // TARGET_PROGRAMS
+    chunk = n_groups * n_keys // (TARGET_PROGRAMS * dispatch.multiprocessors())
     return min(max(chunk, MIN_CHUNK), MAX_CHUNK) // TILE * TILE
 
 

@@ -12,7 +12,6 @@ from pallas_kernels.paged_mla.gluon_gpu_kernel import attend_kernel, combine_ker
 
 LATENT_DIM, ROPE_DIM, SCALE_BLOCK = 512, 64, 128  # the official widths, DeepSeek-V3.2 config.json
 HEAD_TILE, STEP_SLOTS = 64, 128  # heads of a program, slots of one turn of its loop
-MULTIPROCESSORS = 132  # of an H100 or H200
 MAX_SPLITS = 16
 # Costs in turns of a program's loop (4.4 us, H200, 2026-11-30): a program's start and end, the second kernel, and the
 # second kernel's bytes for each split of each program.
@@ -61,7 +60,7 @@ def choose_splits(n_programs: int, n_slots: int) -> tuple[int, int]:
     for n in range(1, min(MAX_SPLITS, n_turns) + 1):
         turns = -(-n_turns // n)
         n_splits = -(-n_turns // turns)
-        waves = -(-n_programs * n_splits // MULTIPROCESSORS)
+        waves = -(-n_programs * n_splits // dispatch.multiprocessors())
         cost = waves * (turns + START_COST)
         if n_splits > 1:
             cost += COMBINE_COST + PART_COST * n_programs * n_splits

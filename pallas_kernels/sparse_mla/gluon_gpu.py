@@ -2,13 +2,12 @@
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import gluon_call
+from pallas_kernels import dispatch, gluon_call
 from pallas_kernels.sparse_mla.gluon_gpu_kernel import (
     HEADS_PER_TILE,
     MAX_ROPE_DIM,
@@ -75,7 +74,8 @@ def forward(
         sparse_mla_kernel,
         *(q_THD, kv_SD, topk_idx_TK.astype(jnp.int32), _steps(topk_idx_TK, n_keys)),
         out=(out, lse),
-        grid=(min(n_tiles, _core_count()),),
+        # One program each: one fills the shared memory.
+        grid=(min(n_tiles, dispatch.multiprocessors()),),
         constants={"HALF": value_dim // 2, "ROPE": dim - value_dim},
         scalars=(n_queries, n_heads, n_keys, n_slots, float(scale * math.log2(math.e))),
     )
@@ -89,9 +89,3 @@ def _steps(topk_idx_TK: Int[Array, "T K"], n_keys: int) -> Int[Array, " T"]:
     ends_K = 1 + jnp.arange(topk_idx_TK.shape[1], dtype=jnp.int32)
     length_T = jnp.max(jnp.where(valid_TK, ends_K, 1), axis=1)
     return -(-length_T // SLOTS_PER_STEP)
-
-
-def _core_count() -> int:
-    """Return the number of multiprocessors of the GPU that runs: one program each, as one fills the shared memory."""
-    device: Any = jax.config.jax_default_device or jax.devices()[0]
-    return int(device.core_count)

@@ -18,14 +18,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Float32, Int32
 
+from pallas_kernels import dispatch
 from pallas_kernels.gluon_call import gluon_call
 
 DIM = 576
 VALUE_DIM = 512
 MAX_HEADS = 128
 TILE = 64  # slots
-# 8 queries an SM of an H200: whole waves of programs, 1.1 GB of scratch at 128 heads and 2048 slots.
-QUERIES_A_LAUNCH = 8 * 132
+# 8 queries a multiprocessor of an H200: whole waves of programs, 1.1 GB of scratch at 128 heads and 2048 slots.
+QUERIES_A_LAUNCH = 8 * dispatch.MULTIPROCESSORS
 # Rows of dKV that the programs running at one time add to should fit L2 (50 MB, shared with the other traffic).
 SPAN_BYTES = 20e6
 MIN_SPAN = 4  # tiles; shorter spans load Q and dO too often

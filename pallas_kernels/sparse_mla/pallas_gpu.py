@@ -8,7 +8,6 @@ H200, 4096 queries, 128 heads, 2048 slots, 2026-11-30: 598 TFLOP/s at S = 8192 (
 the last three changes 505 at S = 131072, not timed since.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -19,21 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import dispatch
 from pallas_kernels.sparse_mla import hopper_asm as asm
 from pallas_kernels.sparse_mla import pallas_gpu_attend as attend
 from pallas_kernels.sparse_mla import pallas_gpu_products as products
 from pallas_kernels.sparse_mla.pallas_gpu_attend import DIM, HALF, HEADS, KEYS, ROPE, VALUE_DIM
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """Sizes of the forward kernel.
-
-    Attributes:
-        n_sms: Multiprocessors, one work loop each.
-    """
-
-    n_sms: int = 132
 
 
 def _kernel(
@@ -74,7 +63,7 @@ def compiler_params() -> plgpu.CompilerParams:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "value_dim", "config"))
+@functools.partial(jax.jit, static_argnames=("scale", "value_dim"))
 def forward(
     q_THD: jax.Array,
     kv_SD: jax.Array,
@@ -82,7 +71,6 @@ def forward(
     *,
     scale: float,
     value_dim: int,
-    config: Config = Config(),
 ) -> tuple[jax.Array, jax.Array]:
     """Attend to the listed keys; the meaning is that of `op.sparse_mla`, for one sequence.
 
@@ -92,7 +80,6 @@ def forward(
         topk_idx_TK: int32 [T, K], any K; slots outside [0, S) are ignored, and the rows of others are never read.
         scale: Factor on the logits, positive.
         value_dim: 512.
-        config: Sizes.
 
     Returns:
         (out bf16 [T, H, 512], lse float32 [T, H], natural log). The same inputs give the same bits.
@@ -104,16 +91,17 @@ def forward(
 
     @jax.custom_batching.sequential_vmap
     def run(q_THD: jax.Array, kv_SD: jax.Array, topk_idx_TK: jax.Array) -> Any:
-        return _call(q_THD.shape, topk_idx_TK.shape[1], scale, config)(q_THD, kv_SD, topk_idx_TK)
+        return _call(q_THD.shape, topk_idx_TK.shape[1], scale)(q_THD, kv_SD, topk_idx_TK)
 
     return run(q_THD, kv_SD, topk_idx_TK.astype(jnp.int32))
 
 
-def _call(q_shape: tuple[int, ...], n_slots: int, scale: float, config: Config) -> Any:
+def _call(q_shape: tuple[int, ...], n_slots: int, scale: float) -> Any:
     """Return the kernel for these sizes."""
     n_queries, n_heads, _ = q_shape
     n_tiles = n_queries * -(-n_heads // HEADS)
-    work = attend.Work(n_heads, n_tiles, min(n_tiles, config.n_sms), -(-n_slots // (2 * KEYS)))
+    n_blocks = min(n_tiles, dispatch.multiprocessors())  # a work loop each
+    work = attend.Work(n_heads, n_tiles, n_blocks, -(-n_slots // (2 * KEYS)))
     half, rope = products.operand((HEADS, HALF)), products.operand((HEADS, ROPE))
     return plgpu.kernel(
         functools.partial(_kernel, scale=scale, work=work),

@@ -19,7 +19,6 @@ from pallas_kernels.topk_select.row import Config, regions
 MAX_K = 2048
 MAX_KEYS = 2**24  # positions and their products stay far below 2**31
 MAX_CLUSTER = 8  # the largest that every launch may have
-MULTIPROCESSORS = 132
 BLOCK_KEYS = 2**18  # keys beyond which a row is always split
 WHOLE_GROUPS = (
     2052  # groups of 4 keys up to which blocks hold whole rows: 4 such blocks to a multiprocessor
@@ -36,7 +35,7 @@ def choose_config(n_rows: int, n_keys: int, k: int) -> Config:
     cluster = 1
     while cluster < MAX_CLUSTER and (
         n_keys > cluster * BLOCK_KEYS
-        or (2 * cluster * n_rows <= MULTIPROCESSORS and n_keys > 4096 * cluster)
+        or (2 * cluster * n_rows <= dispatch.multiprocessors() and n_keys > 4096 * cluster)
     ):
         cluster *= 2
     whole = -(-(n_keys + 3) // (4 * cluster))  # groups of the longest share

@@ -1,4 +1,5 @@
 import sys
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -59,6 +60,12 @@ def test_a_choice_is_logged_once_with_what_was_passed_over(log):
 def test_another_device_than_hopper_is_refused_by_name():
     with pytest.raises(NotImplementedError, match="needs an NVIDIA Hopper GPU, this is cpu"):
         dispatch.require_hopper()
+
+
+@pytest.mark.parametrize(("device", "n"), [({"core_count": 114}, 114), ({}, 132)])
+def test_kernels_are_sized_for_the_device_or_without_a_gpu_for_an_h200(monkeypatch, device, n):
+    monkeypatch.setattr(dispatch, "_device", lambda: types.SimpleNamespace(**device))
+    assert dispatch.multiprocessors() == n
 
 
 def test_a_backend_without_its_package_is_not_available(monkeypatch):
