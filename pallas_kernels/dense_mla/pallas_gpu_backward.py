@@ -22,20 +22,23 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.dense_mla import mosaic_asm, query_gradient, tiles
-from pallas_kernels.dense_mla.mosaic_asm import Ref
+from pallas_kernels import mosaic_hopper as asm
+from pallas_kernels.dense_mla import pallas_gpu_registers as registers
+from pallas_kernels.dense_mla import query_gradient, tiles
+from pallas_kernels.mosaic_hopper import Ref
 
 LOG2E = math.log2(math.e)
 ROWS = tiles.HALF  # keys of a consumer and queries of a step
 TILE = tiles.TILE  # keys of a block
-THREADS = 128  # of a warpgroup
+THREADS = asm.GROUP
+FIRST_FREE = asm.first_free_barrier(4)  # one to spare
 Q_STAGES, STAGES = 3, 2
 NARROW, WIDE = (
     64,
     128,
 )  # bytes of swizzle: half of q's and k's columns is a multiple of 32 elements only
 # Between the consumers: [warpgroup that arrives, parity of the step].
-DS_READY, DS_FREE = mosaic_asm.FIRST_FREE, mosaic_asm.FIRST_FREE + 4
+DS_READY, DS_FREE = FIRST_FREE, FIRST_FREE + 4
 MEET, SKEW = DS_FREE + 4, DS_FREE + 5
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 FULL = plgpu.Layout.WGMMA
@@ -154,7 +157,7 @@ def _load_words(refs: _Inputs, step: Array, key: Array) -> list[Array]:
 def _mask(refs: _Inputs, tile: _Work, key: Array, s: Array, i: Array, words: list[Array]) -> Array:
     """Set the scores [key, query] of keys that are not allowed to -inf."""
     if words:  # the bits hold the range too
-        return mosaic_asm.keep_bits(s, words, -jnp.inf)
+        return registers.keep_bits(s, words, -jnp.inf)
 
     def apply() -> Array:
         rows = pl.ds(i * ROWS, ROWS)
@@ -172,11 +175,11 @@ def _add_query_gradient(
 ) -> None:
     """Add this consumer's half of the columns of dS k, over all 128 keys, to dQ."""
     pairs = [(smem.ds.at[slot, w], smem.k.at[w, wg]) for w in range(2)]
-    dq = mosaic_asm.fresh_product(pairs, swizzle=NARROW, a_outer_is_k=True, b_outer_is_k=True)
+    dq = asm.fresh_product(pairs, swizzle=NARROW, a_outer_is_k=True, b_outer_is_k=True)
     plgpu.wgmma_wait(0)
     dq = lax.optimization_barrier(dq)
-    mosaic_asm.arrive(DS_FREE + 2 * wg + slot, 2 * THREADS)
-    mosaic_asm.add_fragments(dq_ref.at[head, step, wg], dq)
+    asm.arrive(DS_FREE + 2 * wg + slot, 2 * THREADS)
+    registers.add_fragments(dq_ref.at[head, step, wg], dq)
 
 
 def _add_step(
@@ -201,7 +204,7 @@ def _add_step(
     half, other, shape = smem.k.shape[3], 1 - wg, (ROWS, ROWS)
     plgpu.barrier_wait(smem.q_full.at[q_slot])
     halves = [smem.q.at[q_slot, :, pl.ds(h * half, half)] for h in range(2)]
-    s = mosaic_asm.fresh_product([(smem.k.at[wg, h], halves[h]) for h in range(2)], swizzle=NARROW)
+    s = asm.fresh_product([(smem.k.at[wg, h], halves[h]) for h in range(2)], swizzle=NARROW)
     plgpu.wgmma(dk_acc, smem.ds.at[last_slot, wg], smem.q.at[last_q])
     plgpu.wgmma_wait(1)
     s = lax.optimization_barrier(s)  # no use of it may move in front of the wait
@@ -209,12 +212,12 @@ def _add_step(
     s = _mask(refs, tile, tile.key + wg * ROWS, s, i, words)
     p = jnp.exp2(s * (scale * LOG2E) + _spread(bias, shape)).astype(jnp.bfloat16)
     plgpu.barrier_wait(smem.do_full.at[slot])
-    dp = mosaic_asm.fresh_product([(smem.v.at[wg], smem.do.at[slot])], swizzle=WIDE)
+    dp = asm.fresh_product([(smem.v.at[wg], smem.do.at[slot])], swizzle=WIDE)
     plgpu.wgmma(dv_acc, p, smem.do.at[slot])
 
     @pl.when((wg == 0) & (i == tile.first))
     def _skew() -> None:  # let the second consumer start
-        mosaic_asm.arrive(SKEW, 2 * THREADS)
+        asm.arrive(SKEW, 2 * THREADS)
 
     plgpu.wgmma_wait(0)
     dp = lax.optimization_barrier(dp)
@@ -223,18 +226,18 @@ def _add_step(
     def _free() -> None:
         plgpu.barrier_arrive(smem.q_free.at[last_q])
         # The other has done its dQ with what this step's dS overwrites.
-        mosaic_asm.sync(DS_FREE + 2 * other + slot, 2 * THREADS)
+        asm.sync(DS_FREE + 2 * other + slot, 2 * THREADS)
 
     shift = plgpu.load(smem.shift.at[slot], layout=BY_COLUMN)
     p = lax.optimization_barrier(p).astype(jnp.float32)  # half the registers until here
     smem.ds[slot, wg] = (p * (dp + _spread(shift, shape))).astype(jnp.bfloat16)
-    mosaic_asm.fence_proxy()
-    mosaic_asm.arrive(DS_READY + 2 * wg + slot, 2 * THREADS)
+    asm.fence_operands()
+    asm.arrive(DS_READY + 2 * wg + slot, 2 * THREADS)
     plgpu.barrier_arrive(smem.do_free.at[slot])
 
     @pl.when(i > tile.first)
     def _ready() -> None:
-        mosaic_asm.sync(DS_READY + 2 * other + last_slot, 2 * THREADS)
+        asm.sync(DS_READY + 2 * other + last_slot, 2 * THREADS)
 
     _add_query_gradient(smem, dq_ref, tile.head, before, last_slot, wg)
 
@@ -247,18 +250,18 @@ def _consume(
     half, key = smem.k.shape[3], tile.key + wg * ROWS
     any_step = tile.last > tile.first
     smem.ds[STAGES - 1, wg] = plgpu.layout_cast(jnp.zeros((ROWS, ROWS), jnp.bfloat16), FULL)
-    mosaic_asm.fence_proxy()
+    asm.fence_operands()
     plgpu.barrier_wait(smem.kv_full)
-    mosaic_asm.sync(MEET, 2 * THREADS)
+    asm.sync(MEET, 2 * THREADS)
 
     @pl.when((wg == 1) & any_step)
     def _skew() -> None:  # half a step behind the other
-        mosaic_asm.sync(SKEW, 2 * THREADS)
+        asm.sync(SKEW, 2 * THREADS)
 
     def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[Array, Array]:
         def step(i: Array, words: list[Array]) -> list[Array]:
             next_words = _load_words(refs, lax.min(i + 1, tile.last - 1), key)
-            opaque_wg = mosaic_asm.opaque(wg)
+            opaque_wg = registers.opaque(wg)
             accumulators = (dk_acc, dv_acc)
             _add_step(refs, smem, dq_ref, accumulators, tile, scale, opaque_wg, i, words)
             return next_words
@@ -269,14 +272,14 @@ def _consume(
         def _last() -> None:
             i = tile.last - 1
             plgpu.wgmma(dk_acc, smem.ds.at[tile.slot(i), wg], smem.q.at[tile.q_slot(i)])
-            mosaic_asm.sync(DS_READY + 2 * (1 - wg) + tile.slot(i), 2 * THREADS)
+            asm.sync(DS_READY + 2 * (1 - wg) + tile.slot(i), 2 * THREADS)
             _add_query_gradient(smem, dq_ref, tile.head, i, tile.slot(i), wg)
 
         return plgpu.wgmma_accumulator_load(dk_acc), plgpu.wgmma_accumulator_load(dv_acc)
 
     shapes = (ROWS, 2 * half), (ROWS, smem.v.shape[2])
     dk, dv = pl.run_scoped(accumulate, *map(plgpu.ACC, shapes))
-    mosaic_asm.sync(MEET, 2 * THREADS)  # the other has read these keys for the last time
+    asm.sync(MEET, 2 * THREADS)  # the other has read these keys for the last time
     keys = pl.ds(key, ROWS)
     for h in range(2):
         smem.k[wg, h] = (dk[:, h * half : (h + 1) * half] * scale).astype(jnp.bfloat16)
@@ -290,7 +293,7 @@ def _consume(
 
 
 def _tiled(*shape: int, swizzle: int) -> Any:
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=mosaic_asm.operand(swizzle))
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=asm.operand(swizzle))
 
 
 def _shared_memory(dim: int, value_dim: int) -> _Shared:
@@ -344,7 +347,7 @@ def _launch(*arguments: Array, scale: float, config: Config, masked: bool) -> tu
         grid_names=("item",),
         num_threads=3,
         thread_name="wg",
-        compiler_params=mosaic_asm.PARAMS,
+        compiler_params=asm.PARAMS,
         kernel_name="dense_mla_backward",
     )(*arguments, dq_sums)
     return jax.freeze(dq_sums), dk, dv

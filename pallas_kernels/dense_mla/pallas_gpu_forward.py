@@ -18,15 +18,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.dense_mla import mosaic_asm, tiles
-from pallas_kernels.dense_mla.mosaic_asm import Ref
+from pallas_kernels import mosaic_hopper as asm
+from pallas_kernels.dense_mla import pallas_gpu_registers as registers
+from pallas_kernels.dense_mla import tiles
+from pallas_kernels.mosaic_hopper import Ref
 
 LOG2E = math.log2(math.e)
 LOWEST = -1e30  # running maximum before the first key: finite, so that no inf - inf appears
 ROWS, TILE = tiles.HALF, tiles.TILE  # queries of a consumer, the height of a wgmma, and of an item
 STAGES = 2
-THREADS = 128  # of a warpgroup
-TURN, K_FREE, V_FREE, Q_FREE = (mosaic_asm.FIRST_FREE + 2 * i for i in range(4))
+THREADS = asm.GROUP
+FIRST_FREE = asm.first_free_barrier(4)  # one to spare
+TURN, K_FREE, V_FREE, Q_FREE = (FIRST_FREE + 2 * i for i in range(4))
 BY_ROW, FULL = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
 
 
@@ -106,7 +109,7 @@ def _produce(refs: _Inputs, smem: _Shared, config: Config) -> None:
 
         @pl.when(step >= STAGES)
         def _wait() -> None:  # both consumers have left the block that was here
-            mosaic_asm.sync(free + slot, 3 * THREADS)
+            asm.sync(free + slot, 3 * THREADS)
 
         plgpu.copy_gmem_to_smem(source, target.at[slot], full.at[slot])
 
@@ -115,7 +118,7 @@ def _produce(refs: _Inputs, smem: _Shared, config: Config) -> None:
         tile = _read_tile(ticket, refs.table, config.group)
         # A consumer gives its queries up after it has read its next ticket: so this place was read a tile ago.
         parity = lax.rem(n_done + 1, jnp.int32(2))
-        mosaic_asm.next_ticket(refs.counter, smem.ticket.at[pl.ds(parity, 1)], config.n_sms)
+        registers.next_ticket(refs.counter, smem.ticket.at[pl.ds(parity, 1)], config.n_sms)
         plgpu.barrier_arrive(smem.ticket_full.at[parity])
 
         def queries() -> None:
@@ -123,7 +126,7 @@ def _produce(refs: _Inputs, smem: _Shared, config: Config) -> None:
 
                 @pl.when(n_done > 0)
                 def _wait(half: int = half) -> None:  # the consumer is done with the old ones
-                    mosaic_asm.sync(Q_FREE + half, 2 * THREADS)
+                    asm.sync(Q_FREE + half, 2 * THREADS)
 
                 rows = pl.ds(tile.row + half * ROWS, ROWS)
                 source = refs.q.at[rows, tile.head]
@@ -163,7 +166,7 @@ def _consumer_mask(refs: _Inputs, tile: _Work, wg: Array, row: Array, block_kv: 
 
     def mask(s: Array, i: Array, words: list[Array]) -> Array:
         if words:  # the bits hold the range too
-            return mosaic_asm.keep_bits(s, words, -jnp.inf)
+            return registers.keep_bits(s, words, -jnp.inf)
 
         def apply() -> Array:
             key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=FULL) + i * block_kv
@@ -197,30 +200,30 @@ def _attend(
     q, both = smem.q.at[wg], 3 * THREADS
 
     def scores(slot: Array) -> Array:
-        return mosaic_asm.fresh_product([(q, smem.k.at[slot])], swizzle=128)
+        return asm.fresh_product([(q, smem.k.at[slot])], swizzle=128)
 
     def block(i: Array, carry: tuple) -> tuple:
         o, p, m, total, step, words = carry
         slot, last_slot = _slot(step + 1), _slot(step)
         next_words = _load_words(refs, lax.min(i + 1, tile.last - 1), row, block_kv)  # in time
         plgpu.barrier_wait(smem.k_full.at[slot])
-        mosaic_asm.sync(mine, 2 * THREADS)
+        asm.sync(mine, 2 * THREADS)
 
         def products(o_acc: Ref) -> tuple:
             o_acc[...] = o
             s = scores(slot)
             plgpu.wgmma(o_acc, p, smem.v.at[last_slot])
-            mosaic_asm.arrive(other, 2 * THREADS)
+            asm.arrive(other, 2 * THREADS)
             plgpu.wgmma_wait(1)
             s = lax.optimization_barrier(s)  # no use of it may move in front of the wait
-            mosaic_asm.arrive(K_FREE + slot, both)
+            asm.arrive(K_FREE + slot, both)
             weights = _softmax(mask(s, i, words), m, total, scale)
             p_new, alpha, m_new, total_new = lax.optimization_barrier(weights)
             # Waiting here for these keys' values ends the basic block: without that ptxas moves the softmax
             # behind the wait for the value product.
             plgpu.barrier_wait(smem.v_full.at[slot])
             o_new = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-            mosaic_asm.arrive(V_FREE + last_slot, both)
+            asm.arrive(V_FREE + last_slot, both)
             o_new = o_new * _spread(alpha, o.shape)
             return o_new, p_new.astype(jnp.bfloat16), m_new, total_new
 
@@ -229,12 +232,12 @@ def _attend(
     words = _load_words(refs, tile.first, row, block_kv)
     plgpu.barrier_wait(smem.q_full.at[wg])
     plgpu.barrier_wait(smem.k_full.at[_slot(step)])
-    mosaic_asm.sync(mine, 2 * THREADS)
+    asm.sync(mine, 2 * THREADS)
     s = scores(_slot(step))
-    mosaic_asm.arrive(other, 2 * THREADS)
+    asm.arrive(other, 2 * THREADS)
     plgpu.wgmma_wait(0)
     s = lax.optimization_barrier(s)
-    mosaic_asm.arrive(K_FREE + _slot(step), both)
+    asm.arrive(K_FREE + _slot(step), both)
     m = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), BY_ROW)
     total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_ROW)
     p, _, m, total = _softmax(mask(s, tile.first, words), m, total, scale)
@@ -273,7 +276,7 @@ def _consume(
 
     @pl.when(wg == 1)
     def _first_turn() -> None:  # the second consumer gives the first turn to the first
-        mosaic_asm.arrive(TURN, 2 * THREADS)
+        asm.arrive(TURN, 2 * THREADS)
 
     def work(carry: tuple) -> tuple:
         ticket, n_done, step = carry
@@ -282,7 +285,7 @@ def _consume(
         parity = lax.rem(n_done + 1, jnp.int32(2))
         plgpu.barrier_wait(smem.ticket_full.at[parity])
         ticket = smem.ticket[parity]
-        mosaic_asm.arrive(Q_FREE + wg, 2 * THREADS)
+        asm.arrive(Q_FREE + wg, 2 * THREADS)
 
         def last_product(o_acc: Ref) -> Array:
             o_acc[...] = o
@@ -290,7 +293,7 @@ def _consume(
             return plgpu.wgmma_accumulator_load(o_acc)
 
         o = pl.run_scoped(last_product, plgpu.ACC((ROWS, o.shape[1])))
-        mosaic_asm.arrive(V_FREE + _slot(step), 3 * THREADS)
+        asm.arrive(V_FREE + _slot(step), 3 * THREADS)
         _store(o, m, total, smem, outputs, tile, wg)
         return ticket, n_done + 1, step + 1
 
@@ -301,7 +304,7 @@ def _consume(
 
 def _shared_memory(dim: int, value_dim: int, block_kv: int) -> _Shared:
     def tiled(*shape: int) -> Any:
-        return plgpu.SMEM(shape, jnp.bfloat16, transforms=mosaic_asm.operand(128))
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=asm.operand(128))
 
     return _Shared(
         q=tiled(2, ROWS, dim),
@@ -393,7 +396,7 @@ def forward(
         grid_names=("cta",),
         num_threads=3,
         thread_name="wg",
-        compiler_params=mosaic_asm.PARAMS,
+        compiler_params=asm.PARAMS,
         kernel_name="dense_mla_forward",
     )
     # One counter serves one launch: under vmap, launch once for each member.

@@ -7,8 +7,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.dense_mla import mosaic_asm, tiles
-from pallas_kernels.dense_mla.mosaic_asm import Ref
+from pallas_kernels import mosaic_hopper as asm
+from pallas_kernels.dense_mla import pallas_gpu_registers as registers
+from pallas_kernels.dense_mla import tiles
+from pallas_kernels.mosaic_hopper import Ref
 
 ROWS = tiles.HALF
 SWIZZLE = 64  # bytes: half of q's columns is a multiple of 32 elements only
@@ -24,7 +26,7 @@ def from_fragments(
     def body(sums_ref: Ref, dq_ref: Ref, smem: Ref) -> None:
         step, head = lax.axis_index("step"), lax.axis_index("head")
         for h in range(2):
-            x = mosaic_asm.load_fragments(sums_ref.at[head, step, h], half)
+            x = registers.load_fragments(sums_ref.at[head, step, h], half)
             smem[h] = (x * scale).astype(jnp.bfloat16)
         plgpu.commit_smem()
         for h in range(2):
@@ -35,9 +37,7 @@ def from_fragments(
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((n_queries, n_heads, dim), jnp.bfloat16),
-        scratch_types=(
-            plgpu.SMEM((2, ROWS, half), jnp.bfloat16, transforms=mosaic_asm.operand(SWIZZLE)),
-        ),
+        scratch_types=(plgpu.SMEM((2, ROWS, half), jnp.bfloat16, transforms=asm.operand(SWIZZLE)),),
         grid=(n_heads, n_steps),
         grid_names=("head", "step"),
         kernel_name="dense_mla_query_gradient",

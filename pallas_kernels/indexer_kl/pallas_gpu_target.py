@@ -15,14 +15,16 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dense_mla import mosaic_asm, tiles
-from pallas_kernels.dense_mla.mosaic_asm import Ref
+from pallas_kernels import mosaic_hopper as asm
+from pallas_kernels.dense_mla import tiles
+from pallas_kernels.mosaic_hopper import Ref
 
 LOG2E = math.log2(math.e)
 ROWS, COLUMNS = 64, 128  # of a score product
 TILE_Q, TILE_K = 2 * ROWS, 2 * COLUMNS  # of a block
-THREADS = 128  # of a warpgroup
-TURN, Q_FREE, K_FREE = (mosaic_asm.FIRST_FREE + 2 * i for i in range(3))
+THREADS = asm.GROUP
+FIRST_FREE = asm.first_free_barrier(4)  # one to spare
+TURN, Q_FREE, K_FREE = (FIRST_FREE + 2 * i for i in range(3))
 BY_ROW, FULL = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
 
 
@@ -57,7 +59,7 @@ def _produce(refs: _Inputs, smem: _Shared, query: Array, key: Array, n_heads: Ar
 
         @pl.when(head >= 2)
         def _wait_q() -> None:  # both consumers have done the head before the last
-            mosaic_asm.sync(Q_FREE + slot, 3 * THREADS)
+            asm.sync(Q_FREE + slot, 3 * THREADS)
 
         for w in range(2):
             rows = pl.ds(query + w * ROWS, ROWS)
@@ -68,7 +70,7 @@ def _produce(refs: _Inputs, smem: _Shared, query: Array, key: Array, n_heads: Ar
 
             @pl.when(head >= 1)
             def _wait_k(j: int = j) -> None:  # both consumers have done the last head
-                mosaic_asm.sync(K_FREE + j, 3 * THREADS)
+                asm.sync(K_FREE + j, 3 * THREADS)
 
             keys = pl.ds(key + j * COLUMNS, COLUMNS)
             plgpu.copy_gmem_to_smem(refs.k.at[keys, head], smem.k.at[j], smem.k_full.at[j])
@@ -90,7 +92,7 @@ def _consume(
 
     @pl.when(wg == 1)
     def _first_turn() -> None:  # the second consumer gives the first turn to the first
-        mosaic_asm.arrive(TURN, 2 * THREADS)
+        asm.arrive(TURN, 2 * THREADS)
 
     def add_head(head: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         slot = lax.rem(head, jnp.int32(2))
@@ -99,14 +101,14 @@ def _consume(
         added = []
         for j in range(2):
             plgpu.barrier_wait(smem.k_full.at[j])
-            mosaic_asm.sync(mine, 2 * THREADS)
-            s = mosaic_asm.fresh_product([(smem.q.at[slot, wg], smem.k.at[j])], swizzle=128)
-            mosaic_asm.arrive(other, 2 * THREADS)
+            asm.sync(mine, 2 * THREADS)
+            s = asm.fresh_product([(smem.q.at[slot, wg], smem.k.at[j])], swizzle=128)
+            asm.arrive(other, 2 * THREADS)
             plgpu.wgmma_wait(0)
             s = lax.optimization_barrier(s)  # no use of it may move in front of the wait
-            mosaic_asm.arrive(K_FREE + j, 3 * THREADS)
+            asm.arrive(K_FREE + j, 3 * THREADS)
             if j == 1:
-                mosaic_asm.arrive(Q_FREE + slot, 3 * THREADS)
+                asm.arrive(Q_FREE + slot, 3 * THREADS)
             added.append(sums[j] + jnp.exp2(s * (scale * LOG2E) + _spread(bias, shape)))
         return added[0], added[1]
 
@@ -121,7 +123,7 @@ def _consume(
         allowed = (index >= _spread(start, shape)) & (index < _spread(end, shape))
         # Masked once, after the sum: a forbidden key's weight, even an infinite one, is dropped here.
         total = jnp.where(allowed, sums[j], 0.0)
-        mosaic_asm.store_tile(out_ref.at[rows, pl.ds(first, COLUMNS)], total)
+        asm.store_tile(out_ref.at[rows, pl.ds(first, COLUMNS)], total)
 
 
 def check(attn_q_THD: Array, attn_k_SHD: Array, scale: float) -> None:
@@ -195,7 +197,7 @@ def attention_target(
             _consume(inputs, smem, refs[-1], query, key, n_heads, wg, scale)
 
     def tiled(*shape: int) -> Any:
-        return plgpu.SMEM(shape, jnp.bfloat16, transforms=mosaic_asm.operand(128))
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=asm.operand(128))
 
     target = plgpu.kernel(
         body,
@@ -211,7 +213,7 @@ def attention_target(
         grid_names=("tile_k", "tile_q"),
         num_threads=3,
         thread_name="wg",
-        compiler_params=mosaic_asm.PARAMS,
+        compiler_params=asm.PARAMS,
         kernel_name="indexer_target",
     )(tiles.pad_rows(attn_q_THD, 8), tiles.pad_rows(attn_k_SHD, 8), bias, start, end, span)
     return target[:n_queries, :n_keys]

@@ -8,6 +8,7 @@ H200, 4096 queries, 128 heads, 2048 slots, 2026-11-30: 598 TFLOP/s at S = 8192 (
 the last three changes 505 at S = 131072, not timed since.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -19,10 +20,13 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch
-from pallas_kernels.sparse_mla import hopper_asm as asm
+from pallas_kernels import mosaic_hopper as asm
 from pallas_kernels.sparse_mla import pallas_gpu_attend as attend
+from pallas_kernels.sparse_mla import pallas_gpu_barriers as barriers
 from pallas_kernels.sparse_mla import pallas_gpu_products as products
 from pallas_kernels.sparse_mla.pallas_gpu_attend import DIM, HALF, HEADS, KEYS, ROPE, VALUE_DIM
+
+PARAMS = dataclasses.replace(asm.PARAMS, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 def _kernel(
@@ -37,7 +41,7 @@ def _kernel(
 ) -> None:
     (q_left, q_right, q_rope), (k_left, k_right, k_rope), exchange, gates = scratch
     tiles = attend.Tiles(q_left, q_right, q_rope, k_left, k_right, k_rope, exchange, gates)
-    asm.make_gates(gates)
+    barriers.make_gates(gates)
     wg = lax.axis_index("wg")
 
     def consumer(g: int) -> None:
@@ -51,16 +55,6 @@ def _kernel(
     def _() -> None:
         plgpu.set_max_registers(72, action="decrease")
         attend.produce(tiles, work, q_ref, kv_ref, idx_ref)
-
-
-def compiler_params() -> plgpu.CompilerParams:
-    """Return parameters of a kernel whose barriers are all its own and whose exp2 and division are approximate."""
-    return plgpu.CompilerParams(
-        approx_math=True,
-        unsafe_no_auto_barriers=True,
-        reduction_scratch_bytes=0,
-        lowering_semantics=plgpu.LoweringSemantics.Lane,
-    )
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "value_dim"))
@@ -113,13 +107,13 @@ def _call(q_shape: tuple[int, ...], n_slots: int, scale: float) -> Any:
             (half, half, rope),
             ((half, half), (half, half), (rope, rope)),
             plgpu.SMEM((attend.N_EXCHANGE, KEYS), jnp.float32),
-            asm.gate_memory(attend.N_GATES),
+            barriers.gate_memory(attend.N_GATES),
         ),
         grid=(work.n_blocks,),
         grid_names=("block",),
         num_threads=3,
         thread_name="wg",
-        compiler_params=compiler_params(),
+        compiler_params=PARAMS,
         kernel_name="sparse_mla_forward",
     )
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.sparse_mla import hopper_asm as asm
+from pallas_kernels import mosaic_hopper as asm
+from pallas_kernels.sparse_mla import pallas_gpu_barriers as barriers
 from pallas_kernels.sparse_mla import pallas_gpu_products as products
 from pallas_kernels.sparse_mla import pallas_gpu_rows as rows
 from pallas_kernels.sparse_mla import pallas_gpu_stores as stores
@@ -28,7 +29,7 @@ SLACK = 8.0  # the reference follows the maximum only when that has outgrown it 
 PAIR, ALL = 2 * asm.GROUP, 3 * asm.GROUP
 # Named barriers; the first four + consumer.
 P_READY, NEAR_FREE, FAR_FREE, MASK_READY, Q_FREE, SUM_READY = (
-    asm.FIRST_FREE_BARRIER + i for i in (0, 2, 4, 6, 8, 9)
+    barriers.FIRST_FREE_BARRIER + i for i in (0, 2, 4, 6, 8, 9)
 )
 # Gates; the second and third + consumer.
 Q_GATE, NEAR_GATE, FAR_GATE, N_GATES = 0, 1, 3, 5
@@ -108,17 +109,17 @@ def _logits(g: int, tiles: Tiles, phase: jax.Array, last: jax.Array) -> jax.Arra
         (NEAR_GATE, [tiles.near(g)]),
         (FAR_GATE, [tiles.far(g), (tiles.q_rope, tiles.k_rope[g])]),
     )
-    asm.sync(MASK_READY + g, PAIR)
+    barriers.sync(MASK_READY + g, PAIR)
     s = products.repeat_row(tiles.exchange.at[MASK + g])  # -inf + 0: rows of invalid slots are zero
     for gate, pairs in (far, near) if g else (near, far):  # in the order in which they arrive
-        asm.wait_gate(tiles.gates, gate + g, phase)
+        barriers.wait_gate(tiles.gates, gate + g, phase)
         for q, k in pairs:
             s = products.multiply(s, q, k)
     (s,) = products.settle(0, s)
 
     @pl.when(last)
     def _() -> None:  # this consumer has done its last product with the tile's queries
-        asm.arrive(Q_FREE, ALL)
+        barriers.arrive(Q_FREE, ALL)
 
     return products.paired(s)
 
@@ -132,17 +133,17 @@ def _softmax(
     p = jnp.exp2(s * scale_log2 - lax.broadcast_in_dim(ref, s.shape, [0]))
     p16 = p.astype(jnp.bfloat16)
     if g == 0:  # all warps have read the rope keys that the weights replace; consumer 1 just met
-        asm.sync_group(g)
+        barriers.sync_group(g)
     tiles.k_rope[g][...] = p16
     tiles.exchange[REF + g] = ref
-    asm.fence_operands()
-    asm.arrive(P_READY + g, PAIR)
+    barriers.fence_operands()
+    barriers.arrive(P_READY + g, PAIR)
     return p, p16, ref
 
 
 def _other_ref(g: int, tiles: Tiles) -> jax.Array:
     """Wait for the other consumer's weights; return their reference."""
-    asm.sync(P_READY + 1 - g, PAIR)
+    barriers.sync(P_READY + 1 - g, PAIR)
     return plgpu.load(tiles.exchange.at[REF + 1 - g], layout=products.ROW)
 
 
@@ -154,7 +155,7 @@ def _arrive_unless(last: jax.Array, barrier: int) -> None:
 
     @pl.when(jnp.logical_not(last))
     def _() -> None:
-        asm.arrive(barrier, PAIR)
+        barriers.arrive(barrier, PAIR)
 
 
 def _absorb_first(
@@ -171,7 +172,7 @@ def _absorb_first(
     total = total + jnp.sum(p, axis=1)
     ref = _other_ref(0, tiles)
     (o,) = products.settle(0, o)
-    asm.arrive(NEAR_FREE, PAIR)
+    barriers.arrive(NEAR_FREE, PAIR)
     o, total = _adopt(o, total, new_ref, ref)
     o = products.multiply(o, tiles.k_rope[1], tiles.far(1)[1], b_outer_is_k=True)
     (o,) = products.settle(0, o)
@@ -189,7 +190,7 @@ def _absorb_second(
     o = products.multiply(o, tiles.k_rope[0], tiles.far(0)[1], b_outer_is_k=True)
     p, p16, ref = _softmax(1, tiles, s, new_ref, scale_log2)
     (o,) = products.settle(0, o)
-    asm.arrive(FAR_FREE, PAIR)
+    barriers.arrive(FAR_FREE, PAIR)
     o, total = _adopt(o, total, new_ref, ref)
     o = products.multiply(o, p16, tiles.near(1)[1], b_outer_is_k=True)
     total = total + jnp.sum(p, axis=1)
@@ -206,7 +207,7 @@ def _store(
     out_ref, lse_ref = refs
     _, first, n_left = place
     tiles.exchange[SUM + g] = total
-    asm.sync(SUM_READY, PAIR)
+    barriers.sync(SUM_READY, PAIR)
     total = total + plgpu.load(tiles.exchange.at[SUM + 1 - g], layout=products.ROW)
     some = total > 0
     divisor = jnp.where(some, total, 1.0)
@@ -217,11 +218,11 @@ def _store(
     # The values that this consumer used last, those that the producer fills last. They pass the output on so that it is
     # written in whole lines.
     tile, free = (tiles.k_left[1], FAR_FREE + 1) if g == 0 else (tiles.k_right[1], NEAR_FREE + 1)
-    asm.sync_group(g)  # all warps are done with the tile
+    barriers.sync_group(g)  # all warps are done with the tile
     tile[...] = products.paired(o).astype(jnp.bfloat16)
-    asm.sync_group(g)
+    barriers.sync_group(g)
     stores.store_tile(out_ref, tile, first, n_left, g * HALF)
-    asm.arrive(free, PAIR)
+    barriers.arrive(free, PAIR)
 
 
 def consume(g: int, tiles: Tiles, work: Work, refs: tuple[Any, Any], *, scale: float) -> None:
@@ -229,13 +230,13 @@ def consume(g: int, tiles: Tiles, work: Work, refs: tuple[Any, Any], *, scale: f
     scale_log2 = scale * LOG2E
     absorb = _absorb_second if g else _absorb_first
     # At the start all shared memory is free.
-    asm.arrive(NEAR_FREE + g, PAIR)
-    asm.arrive(FAR_FREE + 1 - g, PAIR)
-    asm.arrive(Q_FREE, ALL)
+    barriers.arrive(NEAR_FREE + g, PAIR)
+    barriers.arrive(FAR_FREE + 1 - g, PAIR)
+    barriers.arrive(Q_FREE, ALL)
 
     def attend(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         phase, q_phase = carry
-        asm.wait_gate(tiles.gates, Q_GATE, q_phase)
+        barriers.wait_gate(tiles.gates, Q_GATE, q_phase)
 
         def step(j: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
             state, phase = carry
@@ -262,11 +263,11 @@ def produce(tiles: Tiles, work: Work, q_ref: Any, kv_ref: Any, idx_ref: Any) -> 
     def tile(i: jax.Array, slots: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         query, first, n_left = work.locate(i)
         next_query, *_ = work.locate(i + 1)
-        asm.sync(Q_FREE, ALL)
+        barriers.sync(Q_FREE, ALL)
         heads = rows.count_slots(first, n_left)
         for column, part in heads_parts:
             rows.copy_rows(q_ref, heads, column, part)
-        asm.open_after_copies(tiles.gates, Q_GATE)
+        barriers.open_after_copies(tiles.gates, Q_GATE)
 
         def step(j: jax.Array, slots: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             last = j == work.n_steps - 1
@@ -279,9 +280,9 @@ def produce(tiles: Tiles, work: Work, q_ref: Any, kv_ref: Any, idx_ref: Any) -> 
     lax.fori_loop(0, work.count, tile, load_slots(work.locate(0)[0], jnp.int32(0)))
     # Take the last arrivals, so that no barrier is left half full.
     for g in range(2):
-        asm.sync(NEAR_FREE + g, PAIR)
-        asm.sync(FAR_FREE + g, PAIR)
-    asm.sync(Q_FREE, ALL)
+        barriers.sync(NEAR_FREE + g, PAIR)
+        barriers.sync(FAR_FREE + g, PAIR)
+    barriers.sync(Q_FREE, ALL)
 
 
 def _gather_step(tiles: Tiles, slots: tuple[jax.Array, ...], kv_ref: Any) -> None:
@@ -289,25 +290,25 @@ def _gather_step(tiles: Tiles, slots: tuple[jax.Array, ...], kv_ref: Any) -> Non
 
     def mask(g: int) -> None:
         rows.store_mask(slots[g], tiles.exchange.at[MASK + g], kv_ref.shape[0])
-        asm.arrive(MASK_READY + g, PAIR)
+        barriers.arrive(MASK_READY + g, PAIR)
 
     def near(g: int) -> None:
         rows.copy_rows(kv_ref, slots[g], g * HALF, tiles.near(g)[1])
-        asm.open_after_copies(tiles.gates, NEAR_GATE + g)
+        barriers.open_after_copies(tiles.gates, NEAR_GATE + g)
 
     def far(g: int) -> None:
         rows.copy_rows(kv_ref, slots[g], (1 - g) * HALF, tiles.far(g)[1])
         rows.copy_rows(kv_ref, slots[g], VALUE_DIM, tiles.k_rope[g])
-        asm.open_after_copies(tiles.gates, FAR_GATE + g)
+        barriers.open_after_copies(tiles.gates, FAR_GATE + g)
 
-    asm.sync(NEAR_FREE, PAIR)
+    barriers.sync(NEAR_FREE, PAIR)
     mask(0)
     near(0)
-    asm.sync(FAR_FREE, PAIR)
+    barriers.sync(FAR_FREE, PAIR)
     far(0)
     # Consumer 0 is done with consumer 1's weights, for which that has read its mask.
-    asm.sync(FAR_FREE + 1, PAIR)
+    barriers.sync(FAR_FREE + 1, PAIR)
     mask(1)
     far(1)
-    asm.sync(NEAR_FREE + 1, PAIR)
+    barriers.sync(NEAR_FREE + 1, PAIR)
     near(1)

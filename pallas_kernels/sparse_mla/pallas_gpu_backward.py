@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.sparse_mla import hopper_asm as asm
 from pallas_kernels.sparse_mla import pallas_gpu
+from pallas_kernels.sparse_mla import pallas_gpu_barriers as barriers
 from pallas_kernels.sparse_mla import pallas_gpu_gradients as gradients
 from pallas_kernels.sparse_mla import pallas_gpu_products as products
 from pallas_kernels.sparse_mla import pallas_gpu_stores as stores
@@ -54,7 +54,7 @@ def _step(*refs: Any, sizes: tuple[int, int, int], scale: float) -> None:
     n_parts = n_tiles + 4
     block = lax.axis_index("block")
     local, part = lax.div(block, jnp.int32(n_parts)), lax.rem(block, jnp.int32(n_parts))
-    asm.make_gates(gates)
+    barriers.make_gates(gates)
     weights_smem, key_smem, query_smem = memory
 
     def run(
@@ -106,13 +106,13 @@ def step_kernel(q_shape: tuple[int, ...], n_slots: int, chunk: int, scale: float
         out_type=(),
         scratch_types=(
             plgpu.RefUnion(weights, keys, (half(n), square(n), square(n, n_tiles))),
-            asm.gate_memory(max(gradients.WEIGHT_SLOTS, gradients.KEY_SLOTS + 1, n)),
+            barriers.gate_memory(max(gradients.WEIGHT_SLOTS, gradients.KEY_SLOTS + 1, n)),
         ),
         grid=(chunk * (n_tiles + 4),),
         grid_names=("block",),
         num_threads=3,
         thread_name="wg",
-        compiler_params=pallas_gpu.compiler_params(),
+        compiler_params=pallas_gpu.PARAMS,
         kernel_name="sparse_mla_backward",
     )
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.sparse_mla import hopper_asm as asm
+from pallas_kernels import mosaic_hopper as asm
+from pallas_kernels.sparse_mla import pallas_gpu_barriers as barriers
 from pallas_kernels.sparse_mla import pallas_gpu_products as products
 from pallas_kernels.sparse_mla import pallas_gpu_rows as rows
 from pallas_kernels.sparse_mla import pallas_gpu_stores as stores
@@ -33,7 +34,7 @@ from pallas_kernels.sparse_mla.pallas_gpu_attend import (
 LOG2E = math.log2(math.e)
 # exp2 of a logit that belongs to no valid slot may overflow; bounded, it is a finite factor of a row of zeros.
 HIGHEST = 64.0
-EMPTY = asm.FIRST_FREE_BARRIER  # + slot
+EMPTY = barriers.FIRST_FREE_BARRIER  # + slot
 P_FULL, P_EMPTY = EMPTY + 4, EMPTY + 5
 WEIGHT_SLOTS, KEY_SLOTS, QUERY_SLOTS = 3, 2, 4
 
@@ -97,11 +98,11 @@ def weights(query: Query, tile: jax.Array, refs: Any, smem: Any, *, scale: float
 
     def take_item(item: int, *parts: Any) -> list[jax.Array]:
         """Read Q or dO; both consumers release both slots, and the third is free from the start."""
-        asm.arrive(EMPTY + 2, ALL)
-        asm.wait_gate(gates, item, 0)
+        barriers.arrive(EMPTY + 2, ALL)
+        barriers.wait_gate(gates, item, 0)
         values = [plgpu.load(part.at[item], layout=products.FULL) for part in parts]
-        asm.arrive(EMPTY, ALL)
-        asm.arrive(EMPTY + 1, ALL)
+        barriers.arrive(EMPTY, ALL)
+        barriers.arrive(EMPTY + 1, ALL)
         return values
 
     def exponents() -> None:
@@ -111,35 +112,35 @@ def weights(query: Query, tile: jax.Array, refs: Any, smem: Any, *, scale: float
         @pl.loop(0, query.n_steps)
         def _(i: jax.Array) -> None:
             slot, parity = _ring(i + 2, WEIGHT_SLOTS)
-            asm.wait_gate(gates, slot, parity)
+            barriers.wait_gate(gates, slot, parity)
             s = products.multiply(None, q, latent.at[slot])
             s = products.multiply(s, q_rope, rope.at[slot])
             (s,) = products.settle(0, s)
-            asm.arrive(EMPTY + slot, ALL)
+            barriers.arrive(EMPTY + slot, ALL)
             logits = products.paired(s) * (scale * LOG2E) - lse
             p = jnp.exp2(jnp.minimum(logits, HIGHEST)).astype(jnp.bfloat16)
-            asm.sync(P_EMPTY, PAIR)
+            barriers.sync(P_EMPTY, PAIR)
             stores.put(box, p)
-            asm.arrive(P_FULL, PAIR)
+            barriers.arrive(P_FULL, PAIR)
             stores.store_fragments(p_ref, p, row0, i * KEYS)
 
-        asm.sync(P_EMPTY, PAIR)  # takes the last arrival
+        barriers.sync(P_EMPTY, PAIR)  # takes the last arrival
 
     def gradients() -> None:
         shift = _row_values(refs[5], query, tile) * scale
         (d_out,) = take_item(1, latent)
-        asm.arrive(P_EMPTY, PAIR)
+        barriers.arrive(P_EMPTY, PAIR)
 
         @pl.loop(0, query.n_steps)
         def _(i: jax.Array) -> None:
             slot, parity = _ring(i + 2, WEIGHT_SLOTS)
-            asm.wait_gate(gates, slot, parity)
+            barriers.wait_gate(gates, slot, parity)
             dp = products.multiply(None, d_out, latent.at[slot])
             (dp,) = products.settle(0, dp)
-            asm.arrive(EMPTY + slot, ALL)
-            asm.sync(P_FULL, PAIR)
+            barriers.arrive(EMPTY + slot, ALL)
+            barriers.sync(P_FULL, PAIR)
             p = stores.take(box)
-            asm.arrive(P_EMPTY, PAIR)
+            barriers.arrive(P_EMPTY, PAIR)
             ds = p.astype(jnp.float32) * (products.paired(dp) * scale - shift)
             stores.store_fragments(ds_ref, ds.astype(jnp.bfloat16), row0, i * KEYS)
 
@@ -155,9 +156,9 @@ def _gather_all(query: Query, tile: jax.Array, refs: Any, smem: Any) -> None:
     heads = rows.count_slots(*query.head_rows(q_ref.shape[1], tile))
     rows.copy_rows(q_ref, heads, 0, latent.at[0])
     rows.copy_rows(q_ref, heads, VALUE_DIM, rope.at[0])
-    asm.open_after_copies(gates, 0)
+    barriers.open_after_copies(gates, 0)
     rows.copy_rows(do_ref, heads, 0, latent.at[1])
-    asm.open_after_copies(gates, 1)
+    barriers.open_after_copies(gates, 1)
 
     def load_slots(i: int | jax.Array) -> jax.Array:
         return rows.load_slots(idx_ref, query.index, jnp.int32(i * KEYS), spread=True)
@@ -165,10 +166,10 @@ def _gather_all(query: Query, tile: jax.Array, refs: Any, smem: Any) -> None:
     def step(i: jax.Array, slots: jax.Array) -> jax.Array:
         slot, _ = _ring(i + 2, WEIGHT_SLOTS)
         following = load_slots(i + 1)
-        asm.sync(EMPTY + slot, ALL)
+        barriers.sync(EMPTY + slot, ALL)
         rows.copy_rows(kv_ref, slots, 0, latent.at[slot])
         rows.copy_rows(kv_ref, slots, VALUE_DIM, rope.at[slot])
-        asm.open_after_copies(gates, slot)
+        barriers.open_after_copies(gates, slot)
         return following
 
     lax.fori_loop(0, query.n_steps, step, load_slots(0))
@@ -178,7 +179,7 @@ def _gather_all(query: Query, tile: jax.Array, refs: Any, smem: Any) -> None:
 def _drain(n_slots: int, n_threads: int) -> None:
     """Take the last arrivals, so that no barrier is left half full."""
     for slot in range(n_slots):
-        asm.sync(EMPTY + slot, n_threads)
+        barriers.sync(EMPTY + slot, n_threads)
 
 
 def _chunk_rows(query: Query, n_tiles: int) -> list[jax.Array]:
@@ -204,13 +205,13 @@ def key_gradient(query: Query, part: jax.Array, refs: Any, smem: Any) -> None:
     wg = lax.axis_index("wg")
 
     def consume(slot: int, part: int) -> None:
-        asm.arrive(EMPTY + slot, PAIR)
-        asm.wait_gate(gates, KEY_SLOTS, 0)
+        barriers.arrive(EMPTY + slot, PAIR)
+        barriers.wait_gate(gates, KEY_SLOTS, 0)
 
         @pl.loop(0, (query.n_steps + 1 - slot) // 2)
         def _(j: jax.Array) -> None:
             keys = stores.load_keys(idx_ref, query.index, (2 * j + slot) * KEYS)
-            asm.wait_gate(gates, slot, lax.rem(j, jnp.int32(2)))
+            barriers.wait_gate(gates, slot, lax.rem(j, jnp.int32(2)))
             accs: list[Any] = [None, None]
             for h in range(n_tiles):
                 pairs = [(0, p, d_out), (0, ds, q), (1, ds, q_rope)]
@@ -219,7 +220,7 @@ def key_gradient(query: Query, part: jax.Array, refs: Any, smem: Any) -> None:
                         accs[i], a.at[slot, h], b.at[h], a_outer_is_k=True, b_outer_is_k=True
                     )
             done = products.settle(0, *accs[: part + 1])
-            asm.arrive(EMPTY + slot, PAIR)
+            barriers.arrive(EMPTY + slot, PAIR)
             for acc, column in zip(done, (part * HALF, VALUE_DIM), strict=False):
                 stores.add_rows(dkv_ref, acc, keys, column)
 
@@ -229,17 +230,17 @@ def key_gradient(query: Query, part: jax.Array, refs: Any, smem: Any) -> None:
             rows.copy_rows(do_ref, heads, part * HALF, d_out.at[h])
             rows.copy_rows(q_ref, heads, part * HALF, q.at[h])
             rows.copy_rows(q_ref, heads, VALUE_DIM, q_rope.at[h])
-        asm.open_after_copies(gates, KEY_SLOTS)
+        barriers.open_after_copies(gates, KEY_SLOTS)
         from_rows = _chunk_rows(query, n_tiles)
 
         @pl.loop(0, query.n_steps)
         def _(i: jax.Array) -> None:
             slot, _ = _ring(i, KEY_SLOTS)
-            asm.sync(EMPTY + slot, PAIR)
+            barriers.sync(EMPTY + slot, PAIR)
             for h in range(n_tiles):
                 rows.copy_rows(p_ref, from_rows[h], i * KEYS, p.at[slot, h])
                 rows.copy_rows(ds_ref, from_rows[h], i * KEYS, ds.at[slot, h])
-            asm.open_after_copies(gates, slot)
+            barriers.open_after_copies(gates, slot)
 
         _drain(KEY_SLOTS, PAIR)
 
@@ -271,18 +272,18 @@ def query_gradient(query: Query, part: jax.Array, refs: Any, smem: Any) -> None:
 
     def consume(g: int, part: int) -> None:
         for slot in range(QUERY_SLOTS):
-            asm.arrive(EMPTY + slot, readers)
+            barriers.arrive(EMPTY + slot, readers)
         columns = [(part * HALF, HALF, latent), (VALUE_DIM, ROPE, rope)][: part + 1]
 
         def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             slot, parity = _ring(i, QUERY_SLOTS)
-            asm.wait_gate(gates, slot, parity)
+            barriers.wait_gate(gates, slot, parity)
             out = [
                 products.multiply(acc, ds.at[slot, g], keys.at[slot], b_outer_is_k=True)
                 for acc, (_, _, keys) in zip(accs, columns, strict=True)
             ]
             done = products.settle(0, *out)
-            asm.arrive(EMPTY + slot, readers)
+            barriers.arrive(EMPTY + slot, readers)
             return done
 
         start = tuple(products.zeros((HEADS, width)) for _, width, _ in columns)
@@ -301,7 +302,7 @@ def query_gradient(query: Query, part: jax.Array, refs: Any, smem: Any) -> None:
         def step(i: jax.Array, slots: jax.Array) -> jax.Array:
             slot, _ = _ring(i, QUERY_SLOTS)
             following = load_slots(i + 1)
-            asm.sync(EMPTY + slot, readers)
+            barriers.sync(EMPTY + slot, readers)
             rows.copy_rows(kv_ref, slots, part * HALF, latent.at[slot])
 
             @pl.when(part == 1)
@@ -310,7 +311,7 @@ def query_gradient(query: Query, part: jax.Array, refs: Any, smem: Any) -> None:
 
             for h in range(n_tiles):
                 rows.copy_rows(ds_ref, from_rows[h], i * KEYS, ds.at[slot, h])
-            asm.open_after_copies(gates, slot)
+            barriers.open_after_copies(gates, slot)
             return following
 
         lax.fori_loop(0, query.n_steps, step, load_slots(0))

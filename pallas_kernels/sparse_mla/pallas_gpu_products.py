@@ -11,12 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
-from pallas_kernels.sparse_mla import hopper_asm as asm
+from pallas_kernels import mosaic_hopper as asm
 
 ROWS = 64  # of a product: the height of wgmma
 ATOM = 64  # columns of a tile that lie together: 128 bytes of bf16, the width of the swizzle
 
-OPERAND: Any = (plgpu.TilingTransform((8, ATOM)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+OPERAND = asm.operand(2 * ATOM)
 TILE = plgpu.RefType(OPERAND)
 # One register an element, as wgmma has them: pairs of float32 become 64-bit registers, which ptxas must take apart.
 ACC = plgpu.Layout._WGMMA_ACC_32BIT

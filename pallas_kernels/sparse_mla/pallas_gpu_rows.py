@@ -10,11 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.sparse_mla import hopper_asm as asm
+from pallas_kernels import mosaic_hopper as asm
 from pallas_kernels.sparse_mla.pallas_gpu_products import ATOM, ROWS, TILE
 
 ROWS_PER_THREAD = ROWS // (asm.GROUP // 8)
@@ -23,6 +25,14 @@ SLOTS_TYPE = plgpu.ShapeDtypeStruct((asm.GROUP * ROWS_PER_THREAD,), jnp.int32, S
 
 # t: the thread's number in its warpgroup.
 THREAD = "mov.u32 t, %tid.x; and.b32 t, t, 127;"
+
+
+def thread_integers(values: list[ir.Value], layout: Any) -> mgpu.FragmentedArray:
+    """Return the int32 array of which each thread holds these values, in one register."""
+    kind = ir.VectorType.get((len(values),), asm.i32())
+    registers = np.empty((1,), dtype=object)
+    registers[0] = vector.from_elements(kind, values)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
 
 
 def tile_place(down: int, tile: str) -> str:
@@ -73,7 +83,7 @@ def load_slots(
         operands = [asm.address(ref), asm.scalar(query), asm.scalar(first)]
         constraints = ",".join(["=&r"] * n + ["l", "r", "r"])
         values = asm.emit_values(" ".join([*lines, "}"]), constraints, operands, asm.i32(), n)
-        return asm.thread_integers(values, SLOTS)
+        return thread_integers(values, SLOTS)
 
     arg_types = (asm.PLAIN, asm.SCALAR, asm.SCALAR)
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=SLOTS_TYPE)(body)(idx, query, first)
@@ -95,7 +105,7 @@ def count_slots(first: jax.Array, n_valid: int | jax.Array) -> jax.Array:
         operands = [asm.scalar(first), asm.scalar(n_valid)]
         constraints = ",".join(["=&r"] * n + ["r", "r"])
         values = asm.emit_values(" ".join([*lines, "}"]), constraints, operands, asm.i32(), n)
-        return asm.thread_integers(values, SLOTS)
+        return thread_integers(values, SLOTS)
 
     arg_types = (asm.SCALAR, asm.SCALAR)
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=SLOTS_TYPE)(body)(

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.sparse_mla import hopper_asm as asm
+from pallas_kernels import mosaic_hopper as asm
 from pallas_kernels.sparse_mla import pallas_gpu_rows as rows
 from pallas_kernels.sparse_mla.pallas_gpu_products import ACC, ATOM, FULL, ROW, ROWS, TILE
 
@@ -170,7 +170,9 @@ def load_keys(idx: asm.Ref, query: jax.Array, first: jax.Array) -> jax.Array:
             lines.append(f"mov.b32 ${half}, -1; @p ld.global.nc.u32 ${half}, [a+{32 * half}];")
         operands = [asm.address(ref), asm.scalar(query), asm.scalar(first)]
         text, constraints = " ".join([*lines, "}"]), "=&r,=&r,l,r,r"
-        return asm.thread_integers(asm.emit_values(text, constraints, operands, asm.i32(), 2), KEYS)
+        return rows.thread_integers(
+            asm.emit_values(text, constraints, operands, asm.i32(), 2), KEYS
+        )
 
     arg_types = (asm.PLAIN, asm.SCALAR, asm.SCALAR)
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=KEYS_TYPE)(body)(idx, query, first)
