@@ -23,8 +23,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import mosaic_hopper as asm
+from pallas_kernels.dense_mla import pallas_gpu_query_gradient as query_gradient
 from pallas_kernels.dense_mla import pallas_gpu_registers as registers
-from pallas_kernels.dense_mla import query_gradient, tiles
+from pallas_kernels.dense_mla import tiles
 from pallas_kernels.mosaic_hopper import Ref
 
 LOG2E = math.log2(math.e)

@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
+from pallas_kernels import mosaic_hopper as asm
 from pallas_kernels.indexer_scores import pallas_gpu as scores_gpu
 
 HEADS = 64  # rows of one wgmma instruction: a query's heads; fewer are padded with zeros
@@ -29,15 +30,12 @@ WAVES = 6  # blocks a multiprocessor runs of the dk kernel
 MATH_REGISTERS, LOAD_REGISTERS = 232, 40
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
-PARAMS = plgpu.CompilerParams(
-    lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-)
 
 
 def _tiles(dtype: jax.typing.DTypeLike, dim: int) -> Callable[[tuple[int, ...]], Any]:
     """Return the type of swizzled tiles in shared memory, given their shape."""
     swizzle = min(128, jnp.dtype(dtype).itemsize * dim)
-    transforms = scores_gpu.operand_transforms(swizzle, dtype)
+    transforms = asm.operand(swizzle, dtype)
     return functools.partial(plgpu.SMEM, dtype=dtype, transforms=transforms)
 
 
@@ -287,7 +285,7 @@ def _query_gradients(q: Array, k: Array, w: Array, d: Array, spans: Array) -> tu
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),  # keys and cotangents
             plgpu.Barrier(num_arrivals=MATH_GROUPS, num_barriers=STAGES),
         ),
-        compiler_params=PARAMS,
+        compiler_params=scores_gpu.PARAMS,
     )
     return run(q, k, w, d, spans)
 
@@ -319,6 +317,6 @@ def _key_gradients(q: Array, k: Array, w: Array, d: Array, spans: Array) -> Arra
             plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),  # queries, weights, cotangents
             plgpu.Barrier(num_arrivals=MATH_GROUPS, num_barriers=STAGES),
         ),
-        compiler_params=PARAMS,
+        compiler_params=scores_gpu.PARAMS,
     )
     return jnp.sum(run(q, k, w, d, spans), axis=0)

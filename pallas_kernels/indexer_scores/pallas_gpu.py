@@ -21,6 +21,7 @@ from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
+from pallas_kernels import mosaic_hopper as asm
 from pallas_kernels.fp8 import op as fp8_op
 from pallas_kernels.indexer_scores import pallas_gpu_head_sum as mma
 
@@ -39,6 +40,9 @@ BY_QUERY = plgpu.Layout.TILED(
     vector_dim=-1,
 )
 SCALAR = plgpu.Layout.WG_SPLAT(())
+PARAMS = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +66,7 @@ class Config:
     def __post_init__(self) -> None:
         """Refuse a split of registers that would wait for ever: only those of the launch can move."""
         groups = self.math_groups + 1
-        launched = REGISTERS // (groups * mma.WARPGROUP_THREADS) // 8 * 8 * groups
+        launched = REGISTERS // (groups * asm.GROUP) // 8 * 8 * groups
         wanted = self.math_groups * self.math_registers + self.load_registers
         if wanted > launched:
             raise ValueError(
@@ -97,17 +101,13 @@ class Problem:
     split_stages: int
 
 
-def _scalar(x: Any) -> ir.Value:
-    return x.registers.item()
-
-
 def _score_stage(
     refs: tuple, arrays: tuple, scalars: tuple, *, cfg: Config, shape: mma.TileShape
 ) -> None:
     """Multiply a stage's keys by a warpgroup's queries, sum the heads and store the scores."""
     keys, queries, out, *key_scale = refs
-    weights, first, last = (mma.values(x) for x in arrays)
-    row0, n_rows, key0 = (_scalar(x) for x in scalars)
+    weights, first, last = (asm.elements(x) for x in arrays)
+    row0, n_rows, key0 = (asm.scalar(x) for x in scalars)
     element_type = ir.MemRefType(keys.type).element_type
     n_keys = mma.i32(ir.MemRefType(out.type).shape[-1])
     key_descs, query_descs, tile_step = mma.descriptors(keys, queries, shape)
@@ -137,12 +137,12 @@ def _score_stage(
 def _fill(refs: tuple, scalars: tuple, *, n_queries: int) -> None:
     """Write -inf to the keys [begin, end) of a warpgroup's queries."""
     (out,) = refs
-    row0, n_rows, begin, end = (_scalar(x) for x in scalars)
+    row0, n_rows, begin, end = (asm.scalar(x) for x in scalars)
     always = utils.c(1, ir.IntegerType.get_signless(1))
     for query in range(n_queries):
         stop = arith.select(mma.less(mma.i32(query), n_rows), end, begin)  # no row, no keys
         start = arith.addi(begin, mma.thread_in_group())
-        with mma.for_range(start, stop, mma.WARPGROUP_THREADS) as key:
+        with mma.for_range(start, stop, asm.GROUP) as key:
             pointer = mma.element_pointer(out, arith.addi(row0, mma.i32(query)), key)
             mma.store_if(always, pointer, mma.f32(-math.inf))
 
@@ -165,7 +165,7 @@ def _body(*refs: Any, cfg: Config, problem: Problem, shape: mma.TileShape) -> No
     end = jnp.clip(span[b, block, 1], begin, split_end)
     n_own = shape.columns // shape.heads
     t0 = block * cfg.math_groups * n_own
-    operand = plgpu.RefType(operand_transforms(shape.swizzle, k.dtype))
+    operand = plgpu.RefType(asm.operand(shape.swizzle, k.dtype))
 
     def math_group() -> None:
         t = t0 + wg * n_own
@@ -229,13 +229,6 @@ def _body(*refs: Any, cfg: Config, problem: Problem, shape: mma.TileShape) -> No
         # In blocks with nothing to load too: the others wait for the registers given up here.
         plgpu.set_max_registers(cfg.load_registers, action="decrease")
         pl.when(begin < end)(load_group)
-
-
-def operand_transforms(swizzle: int, dtype: jax.typing.DTypeLike) -> tuple:
-    """Return the shared-memory layout that wgmma reads."""
-    tiling: Any = plgpu.TilingTransform  # mypy takes both for abstract
-    swizzling: Any = plgpu.SwizzleTransform
-    return tiling((8, swizzle // jnp.dtype(dtype).itemsize)), swizzling(swizzle)
 
 
 def check(q_TJX: Array, k_SX: Array, *, fp8: bool = False) -> None:
@@ -349,7 +342,7 @@ def launch(
     k = jnp.pad(k, ((0, 0), (0, -n_keys % TMA_ROWS), (0, 0)))
     q = q.reshape(batch, n_queries * heads, dim)
     operand = functools.partial(
-        plgpu.SMEM, dtype=q.dtype, transforms=operand_transforms(shape.swizzle, q.dtype)
+        plgpu.SMEM, dtype=q.dtype, transforms=asm.operand(shape.swizzle, q.dtype)
     )
     run = plgpu.kernel(
         functools.partial(_body, cfg=cfg, problem=problem, shape=shape),
@@ -366,9 +359,7 @@ def launch(
             plgpu.Barrier(num_barriers=cfg.stages),
             plgpu.Barrier(num_arrivals=cfg.math_groups, num_barriers=cfg.stages),
         ),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=PARAMS,
     )
     return run(q, k, w, first, last, span, *([] if key_scale is None else [key_scale]))
 

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jax.experimental.mosaic.gpu import fragmented_array, mma_utils, utils
+from jax.experimental.mosaic.gpu import mma_utils, utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
+from jaxlib.mlir.dialects import arith, nvvm, scf
 from jaxlib.mlir.dialects import math as mlir_math
 
+from pallas_kernels import mosaic_hopper as asm
+
 WGMMA_ROWS = 64  # keys of one instruction
-WARPGROUP_THREADS = 128
 WARP_THREADS = 32
 WARP_ROWS = 16  # keys of one warp
 ROW_HALF = 8  # a thread holds rows r and r + 8
@@ -116,7 +117,6 @@ def multiply(keys: list, queries: list, element_type: ir.Type, columns: int) -> 
     """
     nvvm.wgmma_fence_aligned()
     n_regs = columns // 2
-    struct = llvm.StructType.get_literal([ir.F32Type.get()] * n_regs)
     is_bf16 = isinstance(element_type, ir.BF16Type)
     kind = "bf16" if is_bf16 else "e4m3"
     k = K_BYTES // utils.bytewidth(element_type)
@@ -126,16 +126,14 @@ def multiply(keys: list, queries: list, element_type: ir.Type, columns: int) -> 
     for key_desc, query_desc in zip(keys, queries, strict=True):
         n_inputs = len(registers)
         a, b = n_regs + n_inputs, n_regs + n_inputs + 1
-        out = llvm.inline_asm(
-            struct,
-            [*registers, key_desc, query_desc],
+        registers = asm.emit_values(
             f"{{ .reg .pred p; setp.ne.b32 p, {int(n_inputs > 0)}, 0; wgmma.mma_async.sync.aligned"
             f".m64n{columns}k{k}.f32.{kind}.{kind} {{{acc}}}, ${a}, ${b}, p, 1, 1{transposes}; }}",
             ",".join(["=f"] * n_regs + [str(i) for i in range(n_inputs)] + ["l", "l"]),
-            asm_dialect=0,
-            has_side_effects=True,
+            [*registers, key_desc, query_desc],
+            ir.F32Type.get(),
+            n_regs,
         )
-        registers = [llvm.extractvalue(ir.F32Type.get(), out, [i]) for i in range(n_regs)]
     nvvm.wgmma_commit_group_sync_aligned()
     return registers
 
@@ -143,15 +141,10 @@ def multiply(keys: list, queries: list, element_type: ir.Type, columns: int) -> 
 def wait(registers: list[ir.Value]) -> list[ir.Value]:
     """Wait for all products; the registers pass through, so that no use of them can move above."""
     n = len(registers)
-    out = llvm.inline_asm(
-        llvm.StructType.get_literal([ir.F32Type.get()] * n),
-        registers,
-        "wgmma.wait_group.sync.aligned 0;",
-        ",".join(["=f"] * n + [str(i) for i in range(n)]),
-        asm_dialect=0,
-        has_side_effects=True,
+    constraints = ",".join(["=f"] * n + [str(i) for i in range(n)])
+    return asm.emit_values(
+        "wgmma.wait_group.sync.aligned 0;", constraints, registers, ir.F32Type.get(), n
     )
-    return [llvm.extractvalue(ir.F32Type.get(), out, [i]) for i in range(n)]
 
 
 def _relu(x: ir.Value, saturate: bool) -> ir.Value:
@@ -203,7 +196,7 @@ def reduce_quads(sums: list[list[ir.Value]], lane: ir.Value) -> list[ir.Value]:
 
 def thread_in_group() -> ir.Value:
     """Return the thread's index in its warpgroup."""
-    return arith.remui(utils.thread_idx(), i32(WARPGROUP_THREADS))
+    return arith.remui(utils.thread_idx(), i32(asm.GROUP))
 
 
 def lane_and_row() -> tuple[ir.Value, ir.Value]:
@@ -213,15 +206,6 @@ def lane_and_row() -> tuple[ir.Value, ir.Value]:
     warp_row = arith.muli(arith.divui(thread, i32(WARP_THREADS)), i32(WARP_ROWS))
     half = arith.muli(arith.andi(arith.divui(lane, i32(2)), i32(1)), i32(ROW_HALF))
     return lane, arith.addi(arith.addi(warp_row, half), arith.divui(lane, i32(4)))
-
-
-def values(array: fragmented_array.FragmentedArray) -> list[ir.Value]:
-    """Return the single values that a thread holds of an array, in register order."""
-    return [
-        vector.extract(reg, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
-        for reg in array.registers.flat
-        for i in range(ir.VectorType(reg.type).shape[0])
-    ]
 
 
 def element_pointer(ref: ir.Value, row: ir.Value, column: ir.Value) -> ir.Value:
