@@ -126,6 +126,11 @@ def operand(swizzle: int, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> tuple[A
     return tiling((8, swizzle // jnp.dtype(dtype).itemsize)), swizzling(swizzle)
 
 
+def spread_rows(x_row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Give each element of a row its value in x_row."""
+    return jax.lax.broadcast_in_dim(x_row, shape, [0])
+
+
 def _descriptor(
     ref: ir.Value, swizzle: int, outer_is_k: bool
 ) -> tuple[ir.Value, Callable[[int], int]]:

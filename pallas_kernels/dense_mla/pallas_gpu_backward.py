@@ -23,9 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import mosaic_hopper as asm
-from pallas_kernels.dense_mla import pallas_gpu_query_gradient as query_gradient
+from pallas_kernels.dense_mla import pallas_gpu_query_gradient, tiles
 from pallas_kernels.dense_mla import pallas_gpu_registers as registers
-from pallas_kernels.dense_mla import tiles
 from pallas_kernels.mosaic_hopper import Ref
 
 LOG2E = math.log2(math.e)
@@ -34,10 +33,8 @@ TILE = tiles.TILE  # keys of a block
 THREADS = asm.GROUP
 FIRST_FREE = asm.first_free_barrier(4)  # one to spare
 Q_STAGES, STAGES = 3, 2
-NARROW, WIDE = (
-    64,
-    128,
-)  # bytes of swizzle: half of q's and k's columns is a multiple of 32 elements only
+# Bytes of swizzle: half of q's and k's columns is a multiple of 32 elements only.
+NARROW, WIDE = 64, 128
 # Between the consumers: [warpgroup that arrives, parity of the step].
 DS_READY, DS_FREE = FIRST_FREE, FIRST_FREE + 4
 MEET, SKEW = DS_FREE + 4, DS_FREE + 5
@@ -399,5 +396,5 @@ def backward(
     order = config or Config(group=tiles.head_group(n_heads))
     launch = functools.partial(_launch, scale=scale, config=order, masked=bool(words))
     sums, dk, dv = sequential_vmap(launch)(*arguments)  # it adds to memory of its own
-    dq = query_gradient.from_fragments(sums, arguments[0].shape[0], q.shape[2], scale)
+    dq = pallas_gpu_query_gradient.from_fragments(sums, arguments[0].shape[0], q.shape[2], scale)
     return dq[:n_queries], dk[:n_keys], dv[:n_keys]

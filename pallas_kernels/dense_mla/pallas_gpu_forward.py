@@ -87,10 +87,6 @@ def _slot(step: Array) -> Array:
     return lax.rem(step, jnp.int32(STAGES))
 
 
-def _spread(x_row: Array, shape: tuple[int, ...]) -> Array:
-    return lax.broadcast_in_dim(x_row, shape, [0])
-
-
 def _read_tile(ticket: Array, table: Ref, group: int) -> _Work:
     """Look up a ticket: heads are taken `group` at a time, the tiles of a group in the table's order."""
     n_tiles, group = jnp.int32(table.shape[0]), jnp.int32(group)
@@ -170,7 +166,7 @@ def _consumer_mask(refs: _Inputs, tile: _Work, wg: Array, row: Array, block_kv: 
 
         def apply() -> Array:
             key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=FULL) + i * block_kv
-            allowed = (key >= _spread(start, shape)) & (key < _spread(end, shape))
+            allowed = (key >= asm.spread_rows(start, shape)) & (key < asm.spread_rows(end, shape))
             return jnp.where(allowed, s, -jnp.inf)
 
         return lax.cond((i < whole_first) | (i >= whole_last), apply, lambda: s)
@@ -182,7 +178,7 @@ def _softmax(s: Array, m: Array, total: Array, scale: float) -> tuple[Array, Arr
     """Return (weights, rescaling of what came before, new maximum, new sum), the maximum in base 2."""
     m_new = jnp.maximum(m, s.max(axis=1) * (scale * LOG2E))
     alpha = jnp.exp2(m - m_new)
-    p = jnp.exp2(s * (scale * LOG2E) - _spread(m_new, s.shape))
+    p = jnp.exp2(s * (scale * LOG2E) - asm.spread_rows(m_new, s.shape))
     return p, alpha, m_new, total * alpha + p.sum(axis=1)
 
 
@@ -224,7 +220,7 @@ def _attend(
             plgpu.barrier_wait(smem.v_full.at[slot])
             o_new = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
             asm.arrive(V_FREE + last_slot, both)
-            o_new = o_new * _spread(alpha, o.shape)
+            o_new = o_new * asm.spread_rows(alpha, o.shape)
             return o_new, p_new.astype(jnp.bfloat16), m_new, total_new
 
         return *pl.run_scoped(products, plgpu.ACC(o.shape)), step + 1, next_words
@@ -255,7 +251,7 @@ def _store(
     (out_ref, lse_ref), rows = outputs, pl.ds(tile.row + wg * ROWS, ROWS)
     some = total > 0  # no key at all: output 0, log-sum-exp -inf
     safe = jnp.where(some, total, 1.0)
-    o = o * _spread(1.0 / safe, o.shape)
+    o = o * asm.spread_rows(1.0 / safe, o.shape)
     lse = jnp.where(some, (m + jnp.log2(safe)) * (1 / LOG2E), -jnp.inf)
     for j in range(0, o.shape[1], 64):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # TMA has read what is there

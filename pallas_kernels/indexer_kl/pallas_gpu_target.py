@@ -45,10 +45,6 @@ class _Shared(NamedTuple):
     k_full: Ref
 
 
-def _spread(x_row: Array, shape: tuple[int, ...]) -> Array:
-    return lax.broadcast_in_dim(x_row, shape, [0])
-
-
 def _produce(refs: _Inputs, smem: _Shared, query: Array, key: Array, n_heads: Array) -> None:
     """Load the queries and keys of head after head."""
 
@@ -109,7 +105,7 @@ def _consume(
             asm.arrive(K_FREE + j, 3 * THREADS)
             if j == 1:
                 asm.arrive(Q_FREE + slot, 3 * THREADS)
-            added.append(sums[j] + jnp.exp2(s * (scale * LOG2E) + _spread(bias, shape)))
+            added.append(sums[j] + jnp.exp2(s * (scale * LOG2E) + asm.spread_rows(bias, shape)))
         return added[0], added[1]
 
     zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), FULL)
@@ -120,7 +116,7 @@ def _consume(
     for j in range(2):
         first = key + j * COLUMNS
         index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=FULL) + first
-        allowed = (index >= _spread(start, shape)) & (index < _spread(end, shape))
+        allowed = (index >= asm.spread_rows(start, shape)) & (index < asm.spread_rows(end, shape))
         # Masked once, after the sum: a forbidden key's weight, even an infinite one, is dropped here.
         total = jnp.where(allowed, sums[j], 0.0)
         asm.store_tile(out_ref.at[rows, pl.ds(first, COLUMNS)], total)
