@@ -87,7 +87,10 @@ def multiprocessors() -> int:
 
 def _device() -> Any:
     """Return the device that computations go to."""
-    return jax.config.jax_default_device or jax.devices()[0]
+    default = jax.config.jax_default_device
+    if default is None or isinstance(default, str):  # None, or a platform's name
+        return jax.devices(default)[0]
+    return default
 
 
 def load(module: str) -> types.ModuleType:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, fixed_point
 from pallas_kernels.gluon_call import gluon_call
 
 ATTENTION_DIM = 576  # 512 latent + 64 rotary columns
@@ -16,7 +16,6 @@ MAX_INDEX_HEADS = 64
 MAX_SLOTS = 4096
 MIN_SLOTS = 128
 ROWS_PER_CALL = 8192  # the target takes 16 KiB a row of 2048 slots
-GRID_BITS = 61  # of int64's 63: the bound on a sum is rounded up to a power of two
 
 
 class Residuals(NamedTuple):
@@ -213,7 +212,7 @@ def gradients(
         zeroed=(2,),
     )
     if deterministic:
-        d_k = from_integers(d_k, grid)
+        d_k = fixed_point.to_float32(d_k, grid)
     return d_q, d_k.astype(k_SX.dtype), d_w
 
 
@@ -226,15 +225,4 @@ def integer_grid(
     """
     peak_TJ = jnp.max(jnp.abs(q_TJX.astype(jnp.float32)), axis=-1)
     bound = 2.0 * jnp.sum(jnp.abs(d_kl_T)[:, None] * jnp.abs(w_TJ) * peak_TJ)
-    _, exponent = jnp.frexp(bound)
-    # float32 holds 2**127; not a number stays one, so that it is not hidden by a cast to integers.
-    grid = jnp.ldexp(jnp.float32(1.0), jnp.clip(GRID_BITS - exponent, -120, 120))
-    return jnp.where(jnp.isfinite(bound), grid, jnp.nan)[None]
-
-
-def from_integers(words: Int[Array, "S X 2"], grid: Float[Array, "1"]) -> Float[Array, "S X"]:
-    """Return int64 multiples of 1 / grid, kept as low and high word, as float32."""
-    low = words[..., 0]
-    # With the low word read as signed, small sums of either sign keep all their bits.
-    high = words[..., 1] + (low < 0)
-    return (high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32)) / grid
+    return fixed_point.counts_per_one(bound)

@@ -16,9 +16,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float, Float32, Int32
+from jaxtyping import Array, BFloat16, Float32, Int32
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, fixed_point
 from pallas_kernels.gluon_call import gluon_call
 
 DIM = 576
@@ -30,7 +30,6 @@ QUERIES_A_LAUNCH = 8 * dispatch.MULTIPROCESSORS
 # Rows of dKV that the programs running at one time add to should fit L2 (50 MB, shared with the other traffic).
 SPAN_BYTES = 20e6
 MIN_SPAN = 4  # tiles; shorter spans load Q and dO too often
-FIXED_BITS = 61  # of 63: twice the bound still fits
 LOG2_E = math.log2(math.e)
 
 
@@ -113,7 +112,7 @@ def backward(
     arrays = (q_THD, d_out_THU, kv_SD, topk_idx_TK, lse2_TH, delta_TH, unit)
     dq_THD, dkv = _run_chunks(arrays, scale, deterministic)
     if deterministic:
-        dkv = _from_fixed(dkv, unit)
+        dkv = fixed_point.to_float32(dkv, unit)
     return dq_THD[:, :n_heads], dkv.astype(kv_SD.dtype)
 
 
@@ -228,13 +227,4 @@ def _fixed_unit(
     peak_do = peak(d_out_THU)
     peak_ds = abs(scale) * (VALUE_DIM * peak_do * peak_kv + peak(delta_TH))
     bound = q_THD.shape[0] * q_THD.shape[1] * (peak_do + peak_ds * peak(q_THD))
-    exponent = FIXED_BITS - jnp.clip(jnp.frexp(bound)[1], -60, 120)  # bound < 2**frexp
-    unit = jnp.ldexp(jnp.float32(1), exponent)
-    return jnp.reshape(jnp.where(jnp.isfinite(bound), unit, jnp.nan), 1)
-
-
-def _from_fixed(halves_SD2: Array, unit: Array) -> Float[Array, "S D"]:
-    """Return the float32 values of int64 counts given as (low, high) int32 halves."""
-    low_SD = halves_SD2[..., 0].astype(jnp.uint32).astype(jnp.float32)
-    high_SD = halves_SD2[..., 1].astype(jnp.float32)
-    return (high_SD * 2.0**32 + low_SD) / unit
+    return fixed_point.counts_per_one(bound)

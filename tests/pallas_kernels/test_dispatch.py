@@ -1,6 +1,7 @@
 import sys
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -66,6 +67,16 @@ def test_another_device_than_hopper_is_refused_by_name():
 def test_kernels_are_sized_for_the_device_or_without_a_gpu_for_an_h200(monkeypatch, device, n):
     monkeypatch.setattr(dispatch, "_device", lambda: types.SimpleNamespace(**device))
     assert dispatch.multiprocessors() == n
+
+
+@pytest.mark.parametrize("default", ["cpu", "device"])
+def test_the_default_device_is_the_one_that_counts(default):
+    device = jax.devices("cpu")[0] if default == "device" else default
+    with (
+        jax.default_device(device),
+        pytest.raises(NotImplementedError, match="Hopper GPU, this is cpu"),
+    ):
+        dispatch.require_hopper()
 
 
 def test_a_backend_without_its_package_is_not_available(monkeypatch):
