@@ -11,7 +11,7 @@ a query, about 0.5 us. With P and dS in memory all five products have the shapes
 computed twice.
 
 As in the forward there is no proxy fence between cp.async and the wgmma that reads what it wrote. PTX's model asks for
-one; results are right without it, and with one `slots` took 0.95 to 1.18 us a query.
+one; results are right without it, and a form of `slots` with one took 1.18 us a query instead of 0.95.
 """
 
 import functools
