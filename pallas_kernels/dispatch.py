@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 HOPPER = "9.0"  # compute capability of H100 and H200
 MULTIPROCESSORS = 132  # of an H100 or H200, SXM
-GPU_PACKAGES = ("triton", "jax_triton")  # of the extra `gpu`
+GPU_PACKAGE = "triton"  # of the extra `gpu`
 
 
 def choose(
@@ -99,7 +99,7 @@ def load(module: str) -> types.ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = str(error.name).split(".")[0]
-        if package not in GPU_PACKAGES:
+        if package != GPU_PACKAGE:
             raise
         raise NotImplementedError(f"needs {package}: pip install dsv32-jax[gpu]") from error
 

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -51,13 +52,14 @@ def indexer_scores(
         end: int32, one past the last valid key, in [0, S]; `end <= start` is an empty row.
         causal: Promise that `end[t] <= t + 1` and T == S; later keys are then never computed.
         implementation: None picks the best; "pallas_gpu_fp8", never picked, multiplies e4m3 operands, one scale a
-            row: scores then differ in their fourth digit. Kernels have no derivative.
+            row: scores then differ in their fourth digit.
 
     Returns:
         float32 scores. A NaN input gives NaN where it is used.
 
     Raises:
         ValueError: If `implementation` is unknown, or `causal` is given with T != S.
+        NotImplementedError: If the named implementation cannot take the input.
 
     Source: DeepSeek-V3.2 report, eq. 1.
     """
@@ -65,8 +67,7 @@ def indexer_scores(
     choices = backends(q_TJX, k_SX, implementation)
     name = dispatch.choose("indexer_scores", implementation, choices)
     if name != "reference":
-        kernel = dispatch.load("pallas_kernels.indexer_scores.pallas_gpu")
-        return kernel.scores(q_TJX, k_SX, w_TJ, start, end, fp8=name == FP8)
+        return _on_kernels(q_TJX, k_SX, w_TJ, start, end, name == FP8)
     n_keys = k_SX.shape[-2]
     block = query_blocks.rows_per_block(n_keys)
 
@@ -81,3 +82,29 @@ def indexer_scores(
         )
 
     return dispatch.over_batch(one, q_TJX.ndim - 3)(q_TJX, k_SX, w_TJ, start, end)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _on_kernels(q: Array, k: Array, w: Array, start: Array, end: Array, fp8: bool) -> Array:
+    """Score on the GPU; the derivative is another kernel's."""
+    kernel = dispatch.load("pallas_kernels.indexer_scores.pallas_gpu")
+    return kernel.scores(q, k, w, start, end, fp8=fp8)
+
+
+def _on_kernels_forward(
+    q: Array, k: Array, w: Array, start: Array, end: Array, fp8: bool
+) -> tuple[Array, tuple]:
+    return _on_kernels(q, k, w, start, end, fp8), (q, k, w, start, end)
+
+
+def _on_kernels_backward(fp8: bool, residuals: tuple, d_scores: Array) -> tuple:
+    del fp8  # the products of a gradient are in bfloat16
+    q, k, w, start, end = residuals
+    place_S = jnp.arange(k.shape[-2], dtype=jnp.int32)
+    inside = (start[..., None] <= place_S) & (place_S < end[..., None])
+    kernel = dispatch.load("pallas_kernels.indexer_kl.pallas_gpu_score_gradients")
+    dq, dk, dw = kernel.score_gradients(q, k, w, jnp.where(inside, d_scores, 0.0), start, end)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dw.astype(w.dtype), None, None
+
+
+_on_kernels.defvjp(_on_kernels_forward, _on_kernels_backward)

@@ -39,6 +39,7 @@ def topk_select(
 
     Raises:
         ValueError: If k < 1, the scores are not float32 or `implementation` is unknown.
+        NotImplementedError: If the named implementation cannot take the input.
 
     Source: DeepSeek-V3.2 report, section 2.1; the tie rule is this project's.
     """
@@ -89,6 +90,7 @@ def indexer_topk(
 
     Raises:
         ValueError: If k < 1, `implementation` is unknown, or `causal` is given with T != S.
+        NotImplementedError: If the named implementation cannot take the input.
     """
     dispatch.check_keyword("indexer_topk", "k", k, 1)
     dispatch.check_causal("indexer_topk", causal, q_TJX.shape[-3], k_SX.shape[-2])
@@ -131,6 +133,7 @@ def indexer_topk_mask(
 
     Raises:
         ValueError: If k < 1, `implementation` is unknown, or `causal` is given with T != S.
+        NotImplementedError: If the named implementation cannot take the input.
     """
     dispatch.check_keyword("indexer_topk_mask", "k", k, 1)
     dispatch.check_causal("indexer_topk_mask", causal, q_TJX.shape[-3], k_SX.shape[-2])

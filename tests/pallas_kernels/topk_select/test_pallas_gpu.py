@@ -86,9 +86,13 @@ def test_arrival_order_changes_nothing(rng):
 def test_shapes_lower_for_the_gpu(shape, select):
     ints = jax.ShapeDtypeStruct(shape[:1], jnp.int32)
 
-    jax.jit(lambda scores, start, end: select(scores, k=2048, start=start, end=end)).trace(
+    traced = jax.jit(lambda scores, start, end: select(scores, k=2048, start=start, end=end)).trace(
         jax.ShapeDtypeStruct(shape, jnp.float32), ints, ints
-    ).lower(lowering_platforms=("cuda",))
+    )
+
+    assert "topk_select" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    listed = select is pallas_gpu.topk_select
+    assert traced.out_info.shape == ((shape[0], 2048) if listed else shape)
 
 
 def test_the_fused_selection_lowers_for_the_gpu():
