@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from kernel_cases import (
     HEADS,
     INDEX_DIM,
