@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,60 +13,104 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dsv32_jax import config, segments, sharding
+from dsv32_jax import config, layers, segments, sharded_ops, sharding
 from dsv32_jax.mla import MLA
+from pallas_kernels.fp8 import op as fp8
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 FORMS = {"dense": ("dense", 0), "masked": ("sparse", 2**30), "gathered": ("sparse", 0)}
 
 
-def median_ms(run: Any, module: MLA, x: jax.Array, rounds: int) -> float:
-    """Return the median milliseconds of one pass."""
-    jax.block_until_ready(run(module, x))
+def median_ms(run: Callable[..., Any], arguments: tuple[Any, ...], rounds: int) -> float:
+    """Return the median milliseconds of a call, calls back to back for about 50 ms a round."""
+    jax.block_until_ready(run(*arguments))
+    began = time.perf_counter()
+    jax.block_until_ready(run(*arguments))
+    calls = max(1, int(0.05 / (time.perf_counter() - began)))
     times = []
     for _ in range(rounds):
         began = time.perf_counter()
-        jax.block_until_ready(run(module, x))
-        times.append(time.perf_counter() - began)
+        for _ in range(calls):
+            out = run(*arguments)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - began) / calls)
     return float(np.median(times)) * 1e3
 
 
-def layer(cfg: config.ModelConfig, masked_max_len: int) -> MLA:
+def make_layer(cfg: config.ModelConfig, masked_max_len: int) -> MLA:
     """Return the layer in bf16, with random weights of a size that keeps logits near 1."""
     cfg = dataclasses.replace(cfg, mla=dataclasses.replace(cfg.mla, masked_max_len=masked_max_len))
     graph, weights = nnx.split(MLA(cfg, rngs=nnx.Rngs(0)))
     return nnx.merge(graph, jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights))
 
 
-def pass_ms(cfg: config.ModelConfig, form: str, length: int, rounds: int) -> float:
-    """Time one pass of the layer over one document; no tokens take no time."""
-    if length <= 0:
-        return 0.0
+def normal(seed: int, *shape: int) -> jax.Array:
+    """Draw standard normal bf16 values."""
+    return jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))(jax.random.key(seed))
+
+
+def whole_ms(cfg: config.ModelConfig, form: str, length: int, rounds: int) -> float:
+    """Time one pass of the layer over one document."""
     mode, masked_max_len = FORMS[form]
-    x = jax.random.normal(jax.random.key(1), (1, length, cfg.dim), jnp.bfloat16)
     documents = segments.from_ids(jnp.ones((1, length), jnp.int32))
-    run = jax.jit(lambda module, x: module(x, documents, mode=mode)[0])
-    return median_ms(run, layer(cfg, masked_max_len), x, rounds)
+    run = jax.jit(lambda layer, x: layer(x, documents, mode=mode)[0])
+    x = normal(1, 1, length, cfg.dim)
+    return median_ms(run, (make_layer(cfg, masked_max_len), x), rounds)
+
+
+def end_ms(cfg: config.ModelConfig, form: str, length: int, last: int, rounds: int) -> float:
+    """Time the last tokens of a document alone: projections, and attention to all that came before.
+
+    What they attend to is drawn at random and given: latents and index keys, or dense attention's keys and values.
+    """
+    place = jnp.arange(length - last, length, dtype=jnp.int32)[None]
+    start, end = jnp.zeros_like(place), place + 1
+    sizes, scale, kernels = cfg.mla, cfg.softmax_scale, cfg.implementation
+
+    def dense(layer: MLA, x: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        parts, _ = layer.project(x, place)
+        q, *own = layer.expand(parts)
+        out, _ = sharded_ops.attend_range(q, k, v, start, end, None, scale, kernels, square=False)
+        return layers.project("bthu,hud->btd", out, layer.wo), own
+
+    def sparse(layer: MLA, x: jax.Array, kv: jax.Array, index_k: jax.Array) -> Any:
+        parts, index = layer.project(x, place)
+        q, own = layer.absorb(parts)
+        chosen = sharded_ops.select_indices(
+            index._replace(k=index_k), cfg.indexer.topk, start, end, cfg.selection_implementation,
+            square=False,
+        )  # fmt: skip
+        out, _ = sharded_ops.attend_selected(
+            q, kv, chosen, scale, sizes.kv_lora_rank, kernels, cfg.deterministic
+        )
+        out = layer.unabsorb(out)
+        return layers.project("bthu,hud->btd", out, layer.wo), own, index.k
+
+    if form == "dense":
+        k = normal(2, 1, length, sizes.n_heads, sizes.qk_dim)
+        before = (k, normal(3, 1, length, sizes.n_heads, sizes.v_dim))
+    else:
+        keys = normal(3, 1, length, cfg.indexer.head_dim)
+        keys = jax.jit(fp8.simulate)(keys) if cfg.indexer.fp8 else keys
+        before = (normal(2, 1, length, sizes.kv_lora_rank + sizes.rope_dim), keys)
+    run = jax.jit(dense if form == "dense" else sparse)
+    return median_ms(run, (make_layer(cfg, 0), normal(1, 1, last, cfg.dim), *before), rounds)
 
 
 def main() -> None:
-    """Print the time per token of each form and length, over all tokens and at the end, where it is largest.
-
-    The end is told by difference: (time of n tokens - time of n - last) / last.
-    """
+    """Print the time of each form and length: of a whole document, and of its last tokens, where it is largest."""
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog="example: python benchmarks/attention_layer.py --lengths 8192 131072 --fp8",
+        epilog="example: python benchmarks/attention_layer.py --lengths 8192 131072 --fp8 --kernels fp8",
     )
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
     parser.add_argument("--masked-to", type=int, default=32768, help="longest masked form (32768)")
+    parser.add_argument("--whole-to", type=int, default=131072, help="longest whole pass (131072)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--fp8", action="store_true", help="indexer in FP8, as the released model")
     parser.add_argument("--kernels", choices=("auto", "fp8", "reference"), default="auto")
-    parser.add_argument(
-        "--last", type=int, default=4096, help="tokens that count as the end (4096)"
-    )
+    parser.add_argument("--last", type=int, default=4096, help="tokens that are the end (4096)")
     parser.add_argument("--json", type=Path, help="also write the results here")
     args = parser.parse_args()
     cfg = config.v32_671b()
@@ -78,18 +123,24 @@ def main() -> None:
     results = []
     with jax.set_mesh(sharding.make_mesh(sharding.MeshConfig())):
         for length in args.lengths:
-            dense = None
+            at_end: dict[str, float] = {}
             for form in args.forms:
                 if form == "masked" and length > args.masked_to:
                     continue
-                ms = [pass_ms(cfg, form, n, args.rounds) for n in (length, length - args.last)]
-                at_end = (ms[0] - ms[1]) / args.last * 1e3
-                dense = at_end if form == "dense" else dense
-                ratio = f"{dense / at_end:.2f}" if dense else "-"
-                cells = (length, form, f"{ms[0]:.2f}", f"{ms[0] / length * 1e3:.2f}")
-                cells += (f"{at_end:.2f}", ratio)
-                print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-                results.append({"tokens": length, "form": form, "ms": ms[0], "us_at_end": at_end})
+                cells = [f"{length:,}", form, "-", "-", "-", "-"]
+                result: dict[str, Any] = {"tokens": length, "form": form}
+                if length <= args.whole_to:
+                    result["ms"] = whole_ms(cfg, form, length, args.rounds)
+                    cells[2:4] = f"{result['ms']:.2f}", f"{result['ms'] / length * 1e3:.2f}"
+                if form != "masked":
+                    last = min(args.last, length)
+                    at_end[form] = end_ms(cfg, form, length, last, args.rounds) / last * 1e3
+                    result["us_at_end"] = at_end[form]
+                    cells[4] = f"{at_end[form]:.2f}"
+                    if "dense" in at_end:
+                        cells[5] = f"{at_end['dense'] / at_end[form]:.2f}"
+                print("| " + " | ".join(cells) + " |", flush=True)
+                results.append(result)
     if args.json:
         report = {"device": device.device_kind, "jax": jax.__version__, "results": results}
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dsv32_jax import cache, layers, rope, sharded_ops, sharding
 from dsv32_jax.config import ModelConfig
@@ -107,10 +107,7 @@ class MLA(nnx.Module):
         """
         cfg = self.cfg
         topk, scale, kernels = cfg.indexer.topk, cfg.softmax_scale, cfg.implementation
-        cos, sin = rope.rotation(cfg.rope, cfg.mla.rope_dim, segments.position)
-        qr_BTQ = self.q_norm(layers.project("btd,dq->btq", x_BTD, self.wq_a)).astype(x_BTD.dtype)
-        parts = self._latents(x_BTD, qr_BTQ, cos, sin)
-        index = self.indexer(x_BTD, qr_BTQ, cos, sin)  # dead code under jit where nothing reads it
+        parts, index = self.project(x_BTD, segments.position)
         start, end = segments.start, segments.end
         kl_BT = measured = None
         if mode == "sparse" and x_BTD.shape[1] > cfg.mla.masked_max_len:
@@ -168,18 +165,30 @@ class MLA(nnx.Module):
         Returns:
             (output, the cache with the new tokens).
         """
-        cfg = self.cfg
-        cos, sin = rope.rotation(cfg.rope, cfg.mla.rope_dim, jnp.maximum(view.position, 0))
-        qr_BTQ = self.q_norm(layers.project("btd,dq->btq", x_BTD, self.wq_a)).astype(x_BTD.dtype)
-        parts = self._latents(x_BTD, qr_BTQ, cos, sin)
-        index = self.indexer(x_BTD, qr_BTQ, cos, sin)
+        parts, index = self.project(x_BTD, jnp.maximum(view.position, 0))
         layer = cache.write(layer, view.rows(view.position), parts.latent, parts.k_rope, index.k)
         n_keys = view.table.shape[1] * view.page_size
-        if x_BTD.shape[1] > MAX_DECODE_TOKENS and n_keys <= cfg.mla.masked_max_len:
+        if x_BTD.shape[1] > MAX_DECODE_TOKENS and n_keys <= self.cfg.mla.masked_max_len:
             out = self._attend_masked(parts, index, layer, view, mode)
         else:
             out = self._attend_rows(parts, index, layer, view, mode)
         return layers.project("bthu,hud->btd", out, self.wo), layer
+
+    def project(
+        self, x_BTD: Float[Array, "B T D"], position_BT: Int[Array, "B T"]
+    ) -> tuple[Latents, IndexerTensors]:
+        """Compute all that attention takes of a token, before it sees any other.
+
+        Args:
+            x_BTD: Layer input after its norm.
+            position_BT: Place of each token in its document, at least 0.
+
+        Returns:
+            (queries and latents, index queries, keys and weights); dead code under jit where nothing reads it.
+        """
+        cos, sin = rope.rotation(self.cfg.rope, self.cfg.mla.rope_dim, position_BT)
+        qr_BTQ = self.q_norm(layers.project("btd,dq->btq", x_BTD, self.wq_a)).astype(x_BTD.dtype)
+        return self._latents(x_BTD, qr_BTQ, cos, sin), self.indexer(x_BTD, qr_BTQ, cos, sin)
 
     def _attend_rows(
         self,

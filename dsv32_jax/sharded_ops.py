@@ -114,9 +114,12 @@ def select_indices(
     start: Int[Array, "B T"],
     end: Int[Array, "B T"],
     implementation: str | None,
+    *,
+    square: bool = True,
 ) -> Int[Array, "B T K"]:
     """Run `indexer_topk` on every device's rows; selection has no gradient."""
-    return _select(pallas_kernels.indexer_topk, index, topk, (start, end), implementation, True)
+    op = pallas_kernels.indexer_topk
+    return _select(op, index, topk, (start, end), implementation, square)
 
 
 def _select(
