@@ -33,6 +33,12 @@ def check(x_MK: Array, w_EKN: Array) -> None:
         raise NotImplementedError(
             f"takes K and N that are multiples of {STEP}, got {w_EKN.shape[1:]}"
         )
+    if x_MK.shape[0] < HALF or min(w_EKN.shape[1:]) < COLUMNS:
+        # TMA reads zeros where a box is larger than the array.
+        shape = (x_MK.shape[0], *w_EKN.shape[1:])
+        raise NotImplementedError(
+            f"takes M of at least {HALF}, K and N of at least {COLUMNS}, got {shape}"
+        )
 
 
 def multiply_rows(

@@ -25,7 +25,7 @@ def run(x, w, sizes, align):
 # The 671B experts' two shapes, many experts a device, and tiles that hang over K and N.
 @pytest.mark.parametrize("align", [4, 8, 128])
 @pytest.mark.parametrize(
-    "shape", [(16384, 32, 7168, 2048), (4096, 256, 2048, 7168), (640, 3, 192, 320)], ids=str
+    "shape", [(16384, 32, 7168, 2048), (4096, 256, 2048, 7168), (640, 3, 320, 448)], ids=str
 )
 def test_products_and_gradients_lower_for_cuda_without_a_gpu(hopper, shape, align):
     n_rows, n_groups, depth, columns = shape
@@ -41,10 +41,10 @@ def test_products_and_gradients_lower_for_cuda_without_a_gpu(hopper, shape, alig
 
 
 # Empty groups, a group of more than a tile, rows past the last group that are NaN; 12 does not divide into eights.
-@pytest.mark.parametrize(("sizes", "align"), [((136, 0, 24), 8), ((64, 128), 64), ((12, 24), 12)])
+@pytest.mark.parametrize(("sizes", "align"), [((136, 0, 24), 8), ((64, 128), 64), ((12, 60), 12)])
 def test_interpreted_kernels_equal_a_loop_over_groups(hopper, monkeypatch, rng, sizes, align):
     monkeypatch.setattr(pallas_gpu, "Config", functools.partial(pallas_gpu.Config, n_sms=2, band=2))
-    n_rows, depth, columns = -(-(sum(sizes) + 8) // align) * align, 128, 64
+    n_rows, depth, columns = -(-(sum(sizes) + 8) // align) * align, 256, 320
     draws = (n_rows, depth), (len(sizes), depth, columns), (n_rows, columns)
     x, w, d_out = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in draws)
     x, d_out = (a.at[sum(sizes) :].set(jnp.nan) for a in (x, d_out))
@@ -81,6 +81,16 @@ def test_interpreted_kernels_equal_a_loop_over_groups(hopper, monkeypatch, rng, 
             jnp.zeros((0, 64), jnp.bfloat16),
             jnp.zeros((1, 64, 64), jnp.bfloat16),
             "an axis of length 0",
+        ),
+        (
+            jnp.zeros((8, 256), jnp.bfloat16),
+            jnp.zeros((1, 256, 256), jnp.bfloat16),
+            r"M of at least 64, K and N of at least 256, got \(8, 256, 256\)",
+        ),
+        (
+            jnp.zeros((64, 256), jnp.bfloat16),
+            jnp.zeros((1, 256, 192), jnp.bfloat16),
+            r"got \(64, 256, 192\)",
         ),
     ],
 )
