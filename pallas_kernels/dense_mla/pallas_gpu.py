@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import padding
 from pallas_kernels.dense_mla import pallas_gpu_backward, pallas_gpu_forward, tiles
 
 check = tiles.check
@@ -62,13 +63,17 @@ def dense_mla(
     """Attend as `op.dense_mla` does; differentiable in q, k and v.
 
     Sequences of a batch become documents of one long sequence, which the ranges keep apart; under a mask they are taken
-    one after the other.
+    one after the other. Rows are padded with zeros to the next of `tiles.DIMS` and `tiles.VALUE_DIMS`.
 
     Raises:
         NotImplementedError: As `tiles.check`.
     """
     check(q_THD, k_SHD, v_SHU, scale)
-    *batch, n_queries, n_heads, _ = q_THD.shape
+    *batch, n_queries, n_heads, dim = q_THD.shape
+    value_dim = v_SHU.shape[-1]
+    dim = padding.least(dim, tiles.DIMS, "dims")
+    q_THD, k_SHD = (padding.pad_columns(x, dim) for x in (q_THD, k_SHD))
+    v_SHU = padding.pad_columns(v_SHU, padding.least(value_dim, tiles.VALUE_DIMS, "value dims"))
     n_keys = k_SHD.shape[-3]
     flat = [x.reshape(-1, *x.shape[len(batch) :]) for x in (q_THD, k_SHD, v_SHU, start, end)]
     n_sequences = flat[0].shape[0]
@@ -85,4 +90,4 @@ def dense_mla(
         results = _attend(scale, q, k, v, first.reshape(-1), last.reshape(-1), None)
     out, lse = results
     shape = (*batch, n_queries, n_heads)
-    return out.reshape(*shape, v_SHU.shape[-1]), lse.reshape(shape)
+    return out.reshape(*shape, v_SHU.shape[-1])[..., :value_dim], lse.reshape(shape)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from pallas_kernels import padding
+
 HALF = 64
 TILE = 2 * HALF
 DIMS, VALUE_DIMS = (64, 128, 192), (64, 128)  # what fits in shared memory and registers
@@ -111,9 +113,8 @@ def check(q_THD: Array, k_SHD: Array, v_SHU: Array, scale: float) -> None:
         raise NotImplementedError(
             f"takes bfloat16, got {q_THD.dtype}, {k_SHD.dtype}, {v_SHU.dtype}"
         )
-    if q_THD.shape[-1] not in DIMS or v_SHU.shape[-1] not in VALUE_DIMS:
-        dims = (q_THD.shape[-1], v_SHU.shape[-1])
-        raise NotImplementedError(f"takes dims of {DIMS} and {VALUE_DIMS}, got {dims}")
+    padding.least(q_THD.shape[-1], DIMS, "dims")
+    padding.least(v_SHU.shape[-1], VALUE_DIMS, "value dims")
     if 0 in (*q_THD.shape, *k_SHD.shape):
         raise NotImplementedError("an axis of length 0")
     if not scale > 0:

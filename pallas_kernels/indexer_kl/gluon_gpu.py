@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, fixed_point
+from pallas_kernels import dispatch, fixed_point, padding
 from pallas_kernels.gluon_call import gluon_call
 
 ATTENTION_DIM = 576  # 512 latent + 64 rotary columns
@@ -47,9 +47,9 @@ def check(
         raise NotImplementedError(
             f"needs up to {MAX_INDEX_HEADS} index heads of 64 or 128 dims, got {n_index_heads} of {dim}"
         )
-    if attn_dim != ATTENTION_DIM or n_heads > MAX_HEADS:
+    if attn_dim > ATTENTION_DIM or n_heads > MAX_HEADS:
         raise NotImplementedError(
-            f"needs up to {MAX_HEADS} heads of {ATTENTION_DIM} dims, got {n_heads} of {attn_dim}"
+            f"needs up to {MAX_HEADS} heads of up to {ATTENTION_DIM} dims, got {n_heads} of {attn_dim}"
         )
     if topk_idx_TK.shape[-1] > MAX_SLOTS:
         raise NotImplementedError(f"at most {MAX_SLOTS} slots, got {topk_idx_TK.shape[-1]}")
@@ -89,6 +89,7 @@ def kl_rows(
         grad_TK = jnp.zeros((n_rows, n_slots), jnp.float32)
         kl_T = jnp.zeros((n_rows,), jnp.float32)
         return kl_T, Residuals(q_TJX, k_SX, w_TJ, topk_idx_TK, length_T, grad_TK)
+    attn_q_THD, kv_SD = (padding.pad_columns(x, ATTENTION_DIM) for x in (attn_q_THD, kv_SD))
     arrays = (q_TJX, k_SX, w_TJ, attn_q_THD, kv_SD, lse_TH.astype(jnp.float32))
     n_calls = -(-n_rows // ROWS_PER_CALL)
     block = -(-n_rows // n_calls)

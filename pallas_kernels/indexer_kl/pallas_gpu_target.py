@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic_hopper as asm
+from pallas_kernels import padding
 from pallas_kernels.dense_mla import tiles
 from pallas_kernels.mosaic_hopper import Ref
 
@@ -126,8 +127,7 @@ def check(attn_q_THD: Array, attn_k_SHD: Array, scale: float) -> None:
     """Raise NotImplementedError, saying why, for what this kernel does not take."""
     if not attn_q_THD.dtype == attn_k_SHD.dtype == jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16, got {attn_q_THD.dtype}, {attn_k_SHD.dtype}")
-    if attn_q_THD.shape[-1] not in tiles.DIMS:
-        raise NotImplementedError(f"takes dims of {tiles.DIMS}, got {attn_q_THD.shape[-1]}")
+    padding.least(attn_q_THD.shape[-1], tiles.DIMS, "dims")
     if 0 in (*attn_q_THD.shape, *attn_k_SHD.shape):
         raise NotImplementedError("an axis of length 0")
     if not scale > 0:
@@ -163,8 +163,9 @@ def attention_target(
         NotImplementedError: As `check`.
     """
     check(attn_q_THD, attn_k_SHD, scale)
-    n_queries, _, dim = attn_q_THD.shape
-    n_keys = attn_k_SHD.shape[0]
+    dim = padding.least(attn_q_THD.shape[-1], tiles.DIMS, "dims")
+    attn_q_THD, attn_k_SHD = (padding.pad_columns(x, dim) for x in (attn_q_THD, attn_k_SHD))
+    n_queries, n_keys = attn_q_THD.shape[0], attn_k_SHD.shape[0]
     pad = ((0, 0), (0, -n_queries % TILE_Q))
     bias = jnp.where(jnp.isfinite(lse_TH), -LOG2E * lse_TH, -jnp.inf).T
     bias = jnp.pad(bias, pad, constant_values=-jnp.inf)

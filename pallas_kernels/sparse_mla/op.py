@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, query_blocks
+from pallas_kernels import dispatch, padding, query_blocks
 from pallas_kernels.sparse_mla import reference
 
 FOLDER = "pallas_kernels.sparse_mla."
 KERNELS = {"gluon_gpu": "gluon_gpu_backward", "pallas_gpu": "pallas_gpu_backward"}  # best first
 DETERMINISTIC = ("gluon_gpu",)  # kernels with a repeatable backward
+# Widths of values and of the rest to which rows are padded with zeros for a kernel that does not take theirs.
+PADDED = ((128, 64), (256, 64), (512, 64))
 
 
 def sparse_mla(
@@ -55,8 +57,8 @@ def sparse_mla(
     if not 1 <= value_dim <= dim:
         raise ValueError(f"sparse_mla: value_dim={value_dim} must be in [1, {dim}]")
 
-    check = functools.partial(_check, q_THD, kv_SD, topk_idx_TK, scale, value_dim)
-    choices = {name: functools.partial(check, name) for name in KERNELS}
+    fit = functools.partial(_fit, q_THD, kv_SD, topk_idx_TK, scale, value_dim)
+    choices = {name: functools.partial(fit, name) for name in KERNELS}
     name = dispatch.choose("sparse_mla", implementation, {**choices, "reference": None})
     if name == "reference":
         return _reference(q_THD, kv_SD, topk_idx_TK, scale, value_dim)
@@ -66,14 +68,31 @@ def sparse_mla(
     return out.reshape(*batch, -1, *out.shape[1:]), lse.reshape(*batch, -1, lse.shape[-1])
 
 
-def _check(
+def _fit(
     q: Array, kv: Array, topk_idx: Array, scale: float, value_dim: int, backend: str
-) -> None:
-    """Raise NotImplementedError, saying why, if a backend cannot take the input."""
+) -> tuple[int, int]:
+    """Return the widths of values and of the rest at which a backend takes the rows: their own, or padded.
+
+    Raises:
+        NotImplementedError: If it takes them at none; says why not at their own.
+    """
     dispatch.require_hopper()
     if 0 in (*q.shape, *kv.shape, *topk_idx.shape):
         raise NotImplementedError("an axis of length 0")
-    dispatch.load(FOLDER + backend).check(q, kv, topk_idx, scale=scale, value_dim=value_dim)
+    check = dispatch.load(FOLDER + backend).check
+    rest = kv.shape[-1] - value_dim
+    refusals: list[NotImplementedError] = []
+    for widths in ((value_dim, rest), *PADDED):
+        if widths[0] < value_dim or widths[1] < rest:
+            continue
+        rows = (jax.ShapeDtypeStruct((*x.shape[:-1], sum(widths)), x.dtype) for x in (q, kv))
+        try:
+            check(*rows, topk_idx, scale=scale, value_dim=widths[0])
+        except NotImplementedError as reason:
+            refusals.append(reason)
+        else:
+            return widths
+    raise refusals[0]
 
 
 def one_sequence(
@@ -104,8 +123,12 @@ class _Options(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _attend(q: Array, kv: Array, topk_idx: Array, options: _Options) -> tuple[Array, Array]:
     """Run a kernel's forward."""
-    kernel = dispatch.load(FOLDER + options.name)
-    return kernel.forward(q, kv, topk_idx, scale=options.scale, value_dim=options.value_dim)
+    name, _, scale, value_dim, _ = options
+    widths = _fit(q, kv, topk_idx, scale, value_dim, name)
+    rows = (padding.spread(x, value_dim, widths) for x in (q, kv))
+    forward = dispatch.load(FOLDER + name).forward
+    out, lse = forward(*rows, topk_idx, scale=scale, value_dim=widths[0])
+    return out[..., :value_dim], lse
 
 
 def _attend_forward(q: Array, kv: Array, topk_idx: Array, options: _Options) -> tuple[Any, Any]:
@@ -115,27 +138,31 @@ def _attend_forward(q: Array, kv: Array, topk_idx: Array, options: _Options) -> 
 
 def _attend_backward(options: _Options, residuals: tuple, cotangents: tuple) -> tuple:
     """Run the best backward for the input: its kernels take fewer shapes than the forward's."""
-    q, kv, topk_idx, _, _ = residuals
+    q, kv, topk_idx, out, lse = residuals
+    scale, value_dim = options.scale, options.value_dim
 
-    def check(name: str) -> None:
+    def fit(name: str) -> tuple[int, int]:
         if options.deterministic and name not in DETERMINISTIC:
             raise NotImplementedError("is not deterministic")
-        _check(q, kv, topk_idx, options.scale, options.value_dim, KERNELS[name])
+        return _fit(q, kv, topk_idx, scale, value_dim, KERNELS[name])
 
-    choices = {name: functools.partial(check, name) for name in KERNELS}
+    choices = {name: functools.partial(fit, name) for name in KERNELS}
     name = dispatch.choose(
         "sparse_mla backward", options.implementation, {**choices, "reference": None}
     )
     if name == "reference":
-        pull = jax.vjp(
-            lambda q, kv: _reference(q, kv, topk_idx, options.scale, options.value_dim), q, kv
-        )[1]
+        pull = jax.vjp(lambda q, kv: _reference(q, kv, topk_idx, scale, value_dim), q, kv)[1]
         return *pull(cotangents), None
+    widths = fit(name)
+    d_out, d_lse = cotangents
+    rows = (padding.spread(x, value_dim, widths) for x in (q, kv))
+    out, d_out = (padding.pad_columns(x, widths[0]) for x in (out, d_out))
     keywords = {"deterministic": True} if options.deterministic else {}
-    dq, dkv = dispatch.load(FOLDER + KERNELS[name]).backward(
-        *residuals, *cotangents, scale=options.scale, value_dim=options.value_dim, **keywords
+    backward = dispatch.load(FOLDER + KERNELS[name]).backward
+    gradients = backward(
+        *rows, topk_idx, out, lse, d_out, d_lse, scale=scale, value_dim=widths[0], **keywords
     )
-    return dq, dkv, None
+    return *(padding.gather(x, value_dim, kv.shape[-1], widths) for x in gradients), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -108,7 +108,7 @@ def test_128_heads(rng):
     check(*draw(rng, (), 256, 256, 128), bounds(*causal(256, 256)))
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 64), (40, 24)])
 def test_other_dims(rng, dims):
     check(*draw(rng, (), 300, 300, 2, *dims), bounds(*causal(300, 300)))
 

@@ -19,9 +19,9 @@ def definition(q, k, lse, start, end):
     return jnp.sum(jnp.where(allowed, jnp.exp(jnp.where(allowed, logits, 0.0) - lse), 0.0), axis=0)
 
 
-def draw(rng, n_queries, n_keys, heads):
+def draw(rng, n_queries, n_keys, heads, dim=192):
     q, k = (
-        jnp.asarray(rng.normal(size=(n, heads, 192)), jnp.bfloat16) for n in (n_queries, n_keys)
+        jnp.asarray(rng.normal(size=(n, heads, dim)), jnp.bfloat16) for n in (n_queries, n_keys)
     )
     end = np.minimum(np.arange(n_queries) + n_keys - n_queries + 1, n_keys)
     start = np.where(np.arange(n_queries) < n_queries // 2, 0, n_keys // 3)
@@ -46,7 +46,7 @@ def test_the_kernel_lowers_for_cuda_without_a_gpu():
     ("shape", "dtype", "scale", "message"),
     [
         ((8, 2, 192), jnp.float32, 0.1, "takes bfloat16, got float32"),
-        ((8, 2, 24), jnp.bfloat16, 0.1, "takes dims of .* got 24"),
+        ((8, 2, 200), jnp.bfloat16, 0.1, "takes up to 192 dims, got 200"),
         ((0, 2, 192), jnp.bfloat16, 0.1, "an axis of length 0"),
         ((8, 2, 192), jnp.bfloat16, 0.0, "scale=0.0 must be positive"),
     ],
@@ -58,9 +58,12 @@ def test_what_it_does_not_take_is_said(shape, dtype, scale, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n_queries", "n_keys", "heads"), [(301, 1501, 3), (256, 256, 128)])
-def test_the_target_agrees_with_its_definition(rng, n_queries, n_keys, heads):
-    q, k, *rest = draw(rng, n_queries, n_keys, heads)
+@pytest.mark.parametrize(
+    ("n_queries", "n_keys", "heads", "dim"),
+    [(301, 1501, 3, 192), (256, 256, 128, 192), (130, 300, 8, 96)],
+)
+def test_the_target_agrees_with_its_definition(rng, n_queries, n_keys, heads, dim):
+    q, k, *rest = draw(rng, n_queries, n_keys, heads, dim)
     target = jax.jit(functools.partial(pallas_gpu_target.attention_target, scale=SCALE))
 
     got = np.asarray(target(q, k, *rest), np.float64)

@@ -1,5 +1,6 @@
 """What the op does around a kernel: batches, the derivative, options; a kernel stands in that is the definition."""
 
+import functools
 import types
 
 import jax
@@ -31,12 +32,12 @@ def calls(monkeypatch):
         return jax.vjp(attend, q, kv)[1]((d_out, d_lse))
 
     def check(q, kv, topk_idx, *, scale, value_dim):
-        if value_dim == 5:
-            raise NotImplementedError("takes even value_dim")
+        if scale > 1 or (value_dim < 128 and value_dim % 2):
+            raise NotImplementedError("takes even value_dim and small scales")
 
     def check_backward(q, kv, topk_idx, *, scale, value_dim):
-        if value_dim == 4:
-            raise NotImplementedError("takes value_dim 6")
+        if scale == 1 or value_dim not in (6, 512):
+            raise NotImplementedError("takes value_dim 6 or 512 and no scale of 1")
 
     def load(module):
         if module.endswith("backward"):
@@ -115,7 +116,7 @@ def test_a_backward_that_no_kernel_takes_runs_as_the_definition(rng, calls):
     q, kv, idx = draw(rng)
 
     def loss(q, kv, implementation):
-        options = {"scale": 0.3, "value_dim": 4, "implementation": implementation}
+        options = {"scale": 1.0, "value_dim": 4, "implementation": implementation}
         out, lse = sparse_mla(q, kv, idx, **options)
         return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isfinite(lse), lse**2, 0.0))
 
@@ -123,13 +124,58 @@ def test_a_backward_that_no_kernel_takes_runs_as_the_definition(rng, calls):
 
     assert_close(got, jax.grad(loss, (0, 1))(q, kv, "reference"))
     assert [c[0] for c in calls] == ["forward"]
-    with pytest.raises(NotImplementedError, match="backward: gluon_gpu: takes value_dim 6"):
+    with pytest.raises(NotImplementedError, match="backward: gluon_gpu: takes value_dim 6 or 512"):
         jax.grad(loss)(q, kv, "gluon_gpu")
+
+
+@pytest.mark.parametrize(
+    ("value_dim", "forward_dim", "backward_dim"),
+    [(6, 10, 10), (4, 10, 576), (5, 192, 576), (10, 10, 576)],
+)
+def test_rows_of_other_widths_are_padded_for_the_kernels(
+    rng, calls, value_dim, forward_dim, backward_dim
+):
+    q, kv, idx = draw(rng)
+
+    def loss(q, kv, implementation):
+        options = {"scale": 0.3, "value_dim": value_dim, "implementation": implementation}
+        out, lse = sparse_mla(q, kv, idx, **options)
+        assert out.shape == (5, 3, value_dim)
+        return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isfinite(lse), lse**2, 0.0))
+
+    got = jax.value_and_grad(loss, (0, 1))(q, kv, None)
+
+    assert_close(got, jax.value_and_grad(loss, (0, 1))(q, kv, "reference"))
+    assert calls[0][1][-1] == forward_dim
+    assert calls[1][1]["value_dim"] == (value_dim if backward_dim == 10 else backward_dim - 64)
 
 
 def test_an_input_that_no_kernel_takes_runs_as_the_definition(rng, calls):
     q, kv, idx = draw(rng)
-    sparse_mla(q, kv, idx, scale=0.3, value_dim=5)
+    sparse_mla(q, kv, idx, scale=2.0, value_dim=6)
     assert calls == []
     with pytest.raises(NotImplementedError, match="gluon_gpu: an axis of length 0"):
         sparse_mla(q[:0], kv, idx[:0], **OPTIONS, implementation="gluon_gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["gluon_gpu", "pallas_gpu"])
+@pytest.mark.parametrize(("value_dim", "dim"), [(128, 160), (512, 512), (100, 120), (300, 301)])
+def test_other_widths_agree_with_the_definition(rng, value_dim, dim, implementation):
+    shapes = (50, 8, dim), (700, dim), (50, 8, value_dim)
+    q, kv, d_out = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in shapes)
+    idx = jnp.asarray(rng.integers(-1, 700, size=(50, 130)), jnp.int32)
+
+    @functools.partial(jax.jit, static_argnums=(2,))
+    def run(q, kv, name):
+        options = {"scale": dim**-0.5, "value_dim": value_dim, "implementation": name}
+        out, pull = jax.vjp(lambda q, kv: sparse_mla(q, kv, idx, **options), q, kv)
+        return *out, *pull((d_out.astype(out[0].dtype), jnp.ones_like(out[1])))
+
+    got = run(q, kv, implementation)
+
+    with jax.default_matmul_precision("highest"):
+        expected = run(q.astype(jnp.float32), kv.astype(jnp.float32), "reference")
+    for a, b in zip(got, expected, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) < 6e-3 * np.linalg.norm(b)
