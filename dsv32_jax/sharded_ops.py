@@ -5,7 +5,6 @@ its loss need all heads of a query, so there the rows are cut finer instead.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -26,12 +25,6 @@ REPLICATED = spec()
 def _causal() -> bool:
     """Whether a shard's rows are the same positions as its keys, so that later keys can be skipped."""
     return sharding.axis_size(*sharding.RULES["rows"]) == 1
-
-
-def _around_kernels(local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-    """Run local on each device's shard; results of GPU kernels carry no types of varying axes, so none are checked."""
-    check_vma = jax.default_backend() != "gpu"
-    return sharding.shard_map(local, in_specs, out_specs, check_vma=check_vma)
 
 
 def attend_range(
@@ -64,7 +57,7 @@ def attend_range(
 
     masks = () if selected is None else (selected,)
     in_specs = (QUERY_HEADS, KEY_HEADS, KEY_HEADS, QUERY, QUERY) + (QUERY,) * len(masks)
-    run = _around_kernels(local, in_specs, (QUERY_HEADS, QUERY_HEADS))
+    run = sharding.shard_map(local, in_specs, (QUERY_HEADS, QUERY_HEADS))
     return run(q, k, v, start, end, *masks)
 
 
@@ -90,7 +83,7 @@ def attend_selected(
             implementation=implementation,
         )
 
-    run = _around_kernels(local, (QUERY_HEADS, KEY, QUERY), (QUERY_HEADS, QUERY_HEADS))
+    run = sharding.shard_map(local, (QUERY_HEADS, KEY, QUERY), (QUERY_HEADS, QUERY_HEADS))
     return run(q, kv, topk_idx)
 
 
@@ -137,7 +130,7 @@ def _select(
             q, k, w, k=topk, start=start, end=end, causal=causal, implementation=implementation
         )
 
-    run = _around_kernels(local, (ROW, KEY, ROW, ROW, ROW), ROW)
+    run = sharding.shard_map(local, (ROW, KEY, ROW, ROW, ROW), ROW)
     return run(*jax.lax.stop_gradient(index), *bounds)
 
 
@@ -170,7 +163,7 @@ def range_kl(
 
     masks = () if selected is None else (selected,)
     in_specs = (ROW, KEY, ROW, ROW, KEY, ROW, ROW, ROW) + (ROW,) * len(masks)
-    return _around_kernels(local, in_specs, ROW)(*index, q, k, lse, start, end, *masks)
+    return sharding.shard_map(local, in_specs, ROW)(*index, q, k, lse, start, end, *masks)
 
 
 def selected_kl(
@@ -190,7 +183,7 @@ def selected_kl(
             *arrays, scale=scale, deterministic=deterministic, implementation=implementation
         )
 
-    run = _around_kernels(local, (ROW, KEY, ROW, ROW, KEY, ROW, ROW), ROW)
+    run = sharding.shard_map(local, (ROW, KEY, ROW, ROW, KEY, ROW, ROW), ROW)
     return run(*index, q, kv, lse, topk_idx)
 
 
@@ -224,7 +217,7 @@ def attend_cached(
         return local(q, rows, *arrays)
     heads = spec(None, None, "heads")
     in_specs = (heads, REPLICATED) + (REPLICATED,) * len(arrays)
-    return _around_kernels(local, in_specs, heads)(q, rows, *arrays)
+    return sharding.shard_map(local, in_specs, heads)(q, rows, *arrays)
 
 
 def select_cached(
@@ -254,7 +247,7 @@ def select_cached(
     if _batch_is_sharded():
         implementation = "reference"
         return local(*arrays)
-    return _around_kernels(local, (REPLICATED,) * len(arrays), REPLICATED)(*arrays)
+    return sharding.shard_map(local, (REPLICATED,) * len(arrays), REPLICATED)(*arrays)
 
 
 def _batch_is_sharded() -> bool:

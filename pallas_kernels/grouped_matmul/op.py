@@ -13,11 +13,11 @@ PALLAS = "pallas_kernels.grouped_matmul.pallas_gpu"
 
 
 def preferred_order() -> tuple[str, ...]:
-    """Return "ragged_dot" first where XLA has a grouped kernel (GPU, TPU), else "blocked".
+    """Return the order of the forms without kernels: "blocked" first on a CPU, else "ragged_dot".
 
-    On a CPU ragged_dot multiplies every row by every group: 17 ms against 1.5 ms for [4096, 128] x [8, 128, 96]
-    on 2 cores (jax 0.11.2, 2026-11-29). "pallas_gpu" is only run by name: it has been
-    interpreted and compiled, never run on a GPU.
+    On a CPU ragged_dot multiplies every row by every group: 17 ms against 1.5 ms for [4096, 128] x [8, 128, 96] on 2
+    cores (jax 0.11.2, 2026-11-29). So it does on a GPU, but there blocks copy a weight each: 30 GB for 131,072 rows of
+    the released experts.
     """
     both = ("blocked", "ragged_dot")
     return both if jax.default_backend() == "cpu" else both[::-1]
@@ -34,16 +34,16 @@ def grouped_matmul(
     """Multiply each group of consecutive rows by its own weight.
 
     `out[m] = x[m] @ w[e]` where row m lies in group e: groups follow each other from row 0, group e has
-    `group_sizes[e]` rows. Rows past the last group give 0. Results of "pallas_gpu" carry no types of varying axes: a
-    `jax.shard_map` around it needs `check_vma=False`.
+    `group_sizes[e]` rows. Rows past the last group give 0. Results of "pallas_gpu", the default where it takes the
+    input, carry no types of varying axes: a `jax.shard_map` around it needs `check_vma=False`.
 
     Args:
         x_MK: Rows, sorted by group.
         w_EKN: One weight per group.
         group_sizes: int, each a multiple of `align`, summing to at most M (not checked: a traced value).
         align: Rows that share one weight in the blocked form; divides M.
-        implementation: "ragged_dot", "blocked" or "pallas_gpu" (Hopper, bfloat16, K and N multiples of 64); None picks
-            by backend.
+        implementation: "pallas_gpu" (Hopper, bfloat16, K and N multiples of 64, at least 256), "ragged_dot" or
+            "blocked"; None picks the best.
 
     Returns:
         Products in the dtype of `x_MK`.
@@ -59,7 +59,7 @@ def grouped_matmul(
         dispatch.require_hopper()
         dispatch.load(PALLAS).check(x_MK, w_EKN)
 
-    choices = {**dict.fromkeys(preferred_order()), "pallas_gpu": check}
+    choices = {"pallas_gpu": check, **dict.fromkeys(preferred_order())}
     name = dispatch.choose("grouped_matmul", implementation, choices)
     if name == "pallas_gpu":
         return _on_hopper(x_MK, w_EKN, group_sizes, align)

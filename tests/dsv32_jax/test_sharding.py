@@ -23,6 +23,7 @@ CASES = [
     ("sparse", {"expert": 2, "tensor": 2, "context": 2}),
     ("gathered", {"fsdp": 2, "tensor": 2, "context": 2}),
     ("warmup", {"data": 2, "context": 2}),
+    ("sparse", {"fsdp": 2, "expert": 2, "tensor": 2}, "untyped"),
 ]
 SLOW_CASES = [
     (case, {axis: 2}) for case in ("dense", "sparse", "gathered") for axis in sharding.AXES
@@ -38,7 +39,8 @@ SLOW_CASES = [
 
 
 def name_of(case):
-    return f"{case[0]}-" + "-".join(f"{axis}{n}" for axis, n in case[1].items())
+    stage, sizes, *words = case
+    return "-".join([stage, *(f"{axis}{n}" for axis, n in sizes.items()), *words])
 
 
 def compare_with_one_device(cases):
