@@ -351,6 +351,7 @@ def _launch(*arguments: Array, scale: float, config: Config, masked: bool) -> tu
     return jax.freeze(dq_sums), dk, dv
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "config"))
 def backward(
     inputs: tuple,
     out_THU: Float[Array, "T H U"],

@@ -6,6 +6,7 @@ score product of the next keys is issued before the value product of the last on
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -316,6 +317,7 @@ def _shared_memory(dim: int, value_dim: int, block_kv: int) -> _Shared:
     )
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "config"))
 def forward(
     q_THD: Float[Array, "T H D"],
     k_SHD: Float[Array, "S H D"],

@@ -7,6 +7,7 @@
 No tile has rows of two groups: the tables of `tiles` start each group's tiles at its first row.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -41,6 +42,7 @@ def check(x_MK: Array, w_EKN: Array) -> None:
         )
 
 
+@functools.partial(jax.jit, static_argnames=("align", "transposed", "config"))
 def multiply_rows(
     x_MK: Float[Array, "M K"],
     w: Float[Array, "E _ _"],
@@ -100,6 +102,7 @@ def multiply_rows(
     return pipeline.launch(make, operands, out, shared=shared, config=config, name=name)
 
 
+@functools.partial(jax.jit, static_argnames=("align", "config"))
 def weight_gradient(
     x_MK: Float[Array, "M K"],
     d_out_MN: Float[Array, "M N"],

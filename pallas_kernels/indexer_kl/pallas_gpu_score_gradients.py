@@ -196,6 +196,7 @@ def _key_body(*refs: Any, split_stages: int) -> None:
             plgpu.copy_gmem_to_smem(d.at[b, queries, keys], d_smem.at[slot], ready.at[slot])
 
 
+@jax.jit
 def score_gradients(
     q_TJX: Float[Array, "*B T J X"],
     k_SX: Float[Array, "*B S X"],

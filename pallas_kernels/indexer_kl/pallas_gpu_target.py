@@ -5,6 +5,7 @@ registers and take turns: while one multiplies, the other exponentiates. Each he
 the tile is as large as the registers allow: reading them out of L2 is the limit.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -134,6 +135,7 @@ def check(attn_q_THD: Array, attn_k_SHD: Array, scale: float) -> None:
         raise NotImplementedError(f"scale={scale} must be positive")
 
 
+@functools.partial(jax.jit, static_argnames=("scale",))
 def attention_target(
     attn_q_THD: Float[Array, "T H D"],
     attn_k_SHD: Float[Array, "S H D"],

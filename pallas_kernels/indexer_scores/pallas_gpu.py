@@ -244,6 +244,7 @@ def check(q_TJX: Array, k_SX: Array, *, fp8: bool = False) -> None:
         raise NotImplementedError(f"takes bfloat16, got {q_TJX.dtype} and {k_SX.dtype}")
 
 
+@functools.partial(jax.jit, static_argnames=("fp8", "config"))
 def scores(
     q_TJX: Float[Array, "*B T J X"],
     k_SX: Float[Array, "*B S X"],

@@ -5,6 +5,7 @@ Measured on one H200, 2026-11-30, k = 2048 of normal scores, median device time:
 scores are read from memory several times: 1024 rows of 131072 zeros take 0.93 ms.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -61,6 +62,7 @@ def _check_shape(n_rows: int, n_keys: int, k: int) -> None:
         )
 
 
+@functools.partial(jax.jit, static_argnames=("k", "config"))
 def topk_select(
     scores_TS: Float[Array, "T S"],
     *,
@@ -87,6 +89,7 @@ def topk_select(
     return _launch(scores_TS, k, start, end, config, as_limit=False)
 
 
+@functools.partial(jax.jit, static_argnames=("k", "config"))
 def topk_mask(
     scores_TS: Float[Array, "T S"],
     *,
