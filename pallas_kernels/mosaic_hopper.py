@@ -84,19 +84,18 @@ def first_free_barrier(n_groups: int) -> int:
     return 1 + n_groups
 
 
-def _barrier(instruction: str, barrier: int | jax.Array, n_threads: int, clobbers: str) -> None:
+def _barrier(instruction: str, barrier: int | jax.Array, n_threads: int) -> None:
     if isinstance(barrier, int):
         text = f"bar.{instruction} {barrier}, {n_threads};"
-        plgpu.inline_mgpu()(lambda _: emit(text, clobbers, []))()
+        plgpu.inline_mgpu()(lambda _: emit(text, MEMORY, []))()
         return
     text = f"bar.{instruction} $0, {n_threads};"
-    constraints = ",".join(["r", clobbers]) if clobbers else "r"
-    plgpu.inline_mgpu(arg_types=(SCALAR,))(lambda _, i: emit(text, constraints, [scalar(i)]))(
+    plgpu.inline_mgpu(arg_types=(SCALAR,))(lambda _, i: emit(text, f"r,{MEMORY}", [scalar(i)]))(
         barrier
     )
 
 
-def arrive(barrier: int | jax.Array, n_threads: int, *, clobbers: str = MEMORY) -> None:
+def arrive(barrier: int | jax.Array, n_threads: int) -> None:
     """Say that this warpgroup has come, without waiting.
 
     What it wrote before is seen by those who wait.
@@ -104,19 +103,18 @@ def arrive(barrier: int | jax.Array, n_threads: int, *, clobbers: str = MEMORY) 
     Args:
         barrier: Number of a named barrier, up to 15; one made at run time must be the same in all threads.
         n_threads: Threads that arrive or wait, a multiple of 32.
-        clobbers: What LLVM is told that the instruction changes.
     """
-    _barrier("arrive", barrier, n_threads, clobbers)
+    _barrier("arrive", barrier, n_threads)
 
 
-def sync(barrier: int | jax.Array, n_threads: int, *, clobbers: str = MEMORY) -> None:
+def sync(barrier: int | jax.Array, n_threads: int) -> None:
     """Wait until n_threads threads have come to a named barrier, this warpgroup's among them."""
-    _barrier("sync", barrier, n_threads, clobbers)
+    _barrier("sync", barrier, n_threads)
 
 
-def fence_operands(*, clobbers: str = MEMORY) -> None:
+def fence_operands() -> None:
     """Order this thread's stores to shared memory before what wgmma and TMA read, with no barrier."""
-    plgpu.inline_mgpu()(lambda _: emit("fence.proxy.async.shared::cta;", clobbers, []))()
+    plgpu.inline_mgpu()(lambda _: emit("fence.proxy.async.shared::cta;", MEMORY, []))()
 
 
 def operand(swizzle: int, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> tuple[Any, Any]:

@@ -109,7 +109,7 @@ def _logits(g: int, tiles: Tiles, phase: jax.Array, last: jax.Array) -> jax.Arra
         (NEAR_GATE, [tiles.near(g)]),
         (FAR_GATE, [tiles.far(g), (tiles.q_rope, tiles.k_rope[g])]),
     )
-    barriers.sync(MASK_READY + g, PAIR)
+    asm.sync(MASK_READY + g, PAIR)
     s = products.repeat_row(tiles.exchange.at[MASK + g])  # -inf + 0: rows of invalid slots are zero
     for gate, pairs in (far, near) if g else (near, far):  # in the order in which they arrive
         barriers.wait_gate(tiles.gates, gate + g, phase)
@@ -119,7 +119,7 @@ def _logits(g: int, tiles: Tiles, phase: jax.Array, last: jax.Array) -> jax.Arra
 
     @pl.when(last)
     def _() -> None:  # this consumer has done its last product with the tile's queries
-        barriers.arrive(Q_FREE, ALL)
+        asm.arrive(Q_FREE, ALL)
 
     return products.paired(s)
 
@@ -136,14 +136,14 @@ def _softmax(
         barriers.sync_group(g)
     tiles.k_rope[g][...] = p16
     tiles.exchange[REF + g] = ref
-    barriers.fence_operands()
-    barriers.arrive(P_READY + g, PAIR)
+    asm.fence_operands()
+    asm.arrive(P_READY + g, PAIR)
     return p, p16, ref
 
 
 def _other_ref(g: int, tiles: Tiles) -> jax.Array:
     """Wait for the other consumer's weights; return their reference."""
-    barriers.sync(P_READY + 1 - g, PAIR)
+    asm.sync(P_READY + 1 - g, PAIR)
     return plgpu.load(tiles.exchange.at[REF + 1 - g], layout=products.ROW)
 
 
@@ -155,7 +155,7 @@ def _arrive_unless(last: jax.Array, barrier: int) -> None:
 
     @pl.when(jnp.logical_not(last))
     def _() -> None:
-        barriers.arrive(barrier, PAIR)
+        asm.arrive(barrier, PAIR)
 
 
 def _absorb_first(
@@ -172,7 +172,7 @@ def _absorb_first(
     total = total + jnp.sum(p, axis=1)
     ref = _other_ref(0, tiles)
     (o,) = products.settle(0, o)
-    barriers.arrive(NEAR_FREE, PAIR)
+    asm.arrive(NEAR_FREE, PAIR)
     o, total = _adopt(o, total, new_ref, ref)
     o = products.multiply(o, tiles.k_rope[1], tiles.far(1)[1], b_outer_is_k=True)
     (o,) = products.settle(0, o)
@@ -190,7 +190,7 @@ def _absorb_second(
     o = products.multiply(o, tiles.k_rope[0], tiles.far(0)[1], b_outer_is_k=True)
     p, p16, ref = _softmax(1, tiles, s, new_ref, scale_log2)
     (o,) = products.settle(0, o)
-    barriers.arrive(FAR_FREE, PAIR)
+    asm.arrive(FAR_FREE, PAIR)
     o, total = _adopt(o, total, new_ref, ref)
     o = products.multiply(o, p16, tiles.near(1)[1], b_outer_is_k=True)
     total = total + jnp.sum(p, axis=1)
@@ -207,7 +207,7 @@ def _store(
     out_ref, lse_ref = refs
     _, first, n_left = place
     tiles.exchange[SUM + g] = total
-    barriers.sync(SUM_READY, PAIR)
+    asm.sync(SUM_READY, PAIR)
     total = total + plgpu.load(tiles.exchange.at[SUM + 1 - g], layout=products.ROW)
     some = total > 0
     divisor = jnp.where(some, total, 1.0)
@@ -222,7 +222,7 @@ def _store(
     tile[...] = products.paired(o).astype(jnp.bfloat16)
     barriers.sync_group(g)
     stores.store_tile(out_ref, tile, first, n_left, g * HALF)
-    barriers.arrive(free, PAIR)
+    asm.arrive(free, PAIR)
 
 
 def consume(g: int, tiles: Tiles, work: Work, refs: tuple[Any, Any], *, scale: float) -> None:
@@ -230,9 +230,9 @@ def consume(g: int, tiles: Tiles, work: Work, refs: tuple[Any, Any], *, scale: f
     scale_log2 = scale * LOG2E
     absorb = _absorb_second if g else _absorb_first
     # At the start all shared memory is free.
-    barriers.arrive(NEAR_FREE + g, PAIR)
-    barriers.arrive(FAR_FREE + 1 - g, PAIR)
-    barriers.arrive(Q_FREE, ALL)
+    asm.arrive(NEAR_FREE + g, PAIR)
+    asm.arrive(FAR_FREE + 1 - g, PAIR)
+    asm.arrive(Q_FREE, ALL)
 
     def attend(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         phase, q_phase = carry
@@ -263,7 +263,7 @@ def produce(tiles: Tiles, work: Work, q_ref: Any, kv_ref: Any, idx_ref: Any) -> 
     def tile(i: jax.Array, slots: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         query, first, n_left = work.locate(i)
         next_query, *_ = work.locate(i + 1)
-        barriers.sync(Q_FREE, ALL)
+        asm.sync(Q_FREE, ALL)
         heads = rows.count_slots(first, n_left)
         for column, part in heads_parts:
             rows.copy_rows(q_ref, heads, column, part)
@@ -280,9 +280,9 @@ def produce(tiles: Tiles, work: Work, q_ref: Any, kv_ref: Any, idx_ref: Any) -> 
     lax.fori_loop(0, work.count, tile, load_slots(work.locate(0)[0], jnp.int32(0)))
     # Take the last arrivals, so that no barrier is left half full.
     for g in range(2):
-        barriers.sync(NEAR_FREE + g, PAIR)
-        barriers.sync(FAR_FREE + g, PAIR)
-    barriers.sync(Q_FREE, ALL)
+        asm.sync(NEAR_FREE + g, PAIR)
+        asm.sync(FAR_FREE + g, PAIR)
+    asm.sync(Q_FREE, ALL)
 
 
 def _gather_step(tiles: Tiles, slots: tuple[jax.Array, ...], kv_ref: Any) -> None:
@@ -290,7 +290,7 @@ def _gather_step(tiles: Tiles, slots: tuple[jax.Array, ...], kv_ref: Any) -> Non
 
     def mask(g: int) -> None:
         rows.store_mask(slots[g], tiles.exchange.at[MASK + g], kv_ref.shape[0])
-        barriers.arrive(MASK_READY + g, PAIR)
+        asm.arrive(MASK_READY + g, PAIR)
 
     def near(g: int) -> None:
         rows.copy_rows(kv_ref, slots[g], g * HALF, tiles.near(g)[1])
@@ -301,14 +301,14 @@ def _gather_step(tiles: Tiles, slots: tuple[jax.Array, ...], kv_ref: Any) -> Non
         rows.copy_rows(kv_ref, slots[g], VALUE_DIM, tiles.k_rope[g])
         barriers.open_after_copies(tiles.gates, FAR_GATE + g)
 
-    barriers.sync(NEAR_FREE, PAIR)
+    asm.sync(NEAR_FREE, PAIR)
     mask(0)
     near(0)
-    barriers.sync(FAR_FREE, PAIR)
+    asm.sync(FAR_FREE, PAIR)
     far(0)
     # Consumer 0 is done with consumer 1's weights, for which that has read its mask.
-    barriers.sync(FAR_FREE + 1, PAIR)
+    asm.sync(FAR_FREE + 1, PAIR)
     mask(1)
     far(1)
-    barriers.sync(NEAR_FREE + 1, PAIR)
+    asm.sync(NEAR_FREE + 1, PAIR)
     near(1)

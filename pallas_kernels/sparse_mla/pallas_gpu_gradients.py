@@ -98,11 +98,11 @@ def weights(query: Query, tile: jax.Array, refs: Any, smem: Any, *, scale: float
 
     def take_item(item: int, *parts: Any) -> list[jax.Array]:
         """Read Q or dO; both consumers release both slots, and the third is free from the start."""
-        barriers.arrive(EMPTY + 2, ALL)
+        asm.arrive(EMPTY + 2, ALL)
         barriers.wait_gate(gates, item, 0)
         values = [plgpu.load(part.at[item], layout=products.FULL) for part in parts]
-        barriers.arrive(EMPTY, ALL)
-        barriers.arrive(EMPTY + 1, ALL)
+        asm.arrive(EMPTY, ALL)
+        asm.arrive(EMPTY + 1, ALL)
         return values
 
     def exponents() -> None:
@@ -116,20 +116,20 @@ def weights(query: Query, tile: jax.Array, refs: Any, smem: Any, *, scale: float
             s = products.multiply(None, q, latent.at[slot])
             s = products.multiply(s, q_rope, rope.at[slot])
             (s,) = products.settle(0, s)
-            barriers.arrive(EMPTY + slot, ALL)
+            asm.arrive(EMPTY + slot, ALL)
             logits = products.paired(s) * (scale * LOG2E) - lse
             p = jnp.exp2(jnp.minimum(logits, HIGHEST)).astype(jnp.bfloat16)
-            barriers.sync(P_EMPTY, PAIR)
+            asm.sync(P_EMPTY, PAIR)
             stores.put(box, p)
-            barriers.arrive(P_FULL, PAIR)
+            asm.arrive(P_FULL, PAIR)
             stores.store_fragments(p_ref, p, row0, i * KEYS)
 
-        barriers.sync(P_EMPTY, PAIR)  # takes the last arrival
+        asm.sync(P_EMPTY, PAIR)  # takes the last arrival
 
     def gradients() -> None:
         shift = _row_values(refs[5], query, tile) * scale
         (d_out,) = take_item(1, latent)
-        barriers.arrive(P_EMPTY, PAIR)
+        asm.arrive(P_EMPTY, PAIR)
 
         @pl.loop(0, query.n_steps)
         def _(i: jax.Array) -> None:
@@ -137,10 +137,10 @@ def weights(query: Query, tile: jax.Array, refs: Any, smem: Any, *, scale: float
             barriers.wait_gate(gates, slot, parity)
             dp = products.multiply(None, d_out, latent.at[slot])
             (dp,) = products.settle(0, dp)
-            barriers.arrive(EMPTY + slot, ALL)
-            barriers.sync(P_FULL, PAIR)
+            asm.arrive(EMPTY + slot, ALL)
+            asm.sync(P_FULL, PAIR)
             p = stores.take(box)
-            barriers.arrive(P_EMPTY, PAIR)
+            asm.arrive(P_EMPTY, PAIR)
             ds = p.astype(jnp.float32) * (products.paired(dp) * scale - shift)
             stores.store_fragments(ds_ref, ds.astype(jnp.bfloat16), row0, i * KEYS)
 
@@ -166,7 +166,7 @@ def _gather_all(query: Query, tile: jax.Array, refs: Any, smem: Any) -> None:
     def step(i: jax.Array, slots: jax.Array) -> jax.Array:
         slot, _ = _ring(i + 2, WEIGHT_SLOTS)
         following = load_slots(i + 1)
-        barriers.sync(EMPTY + slot, ALL)
+        asm.sync(EMPTY + slot, ALL)
         rows.copy_rows(kv_ref, slots, 0, latent.at[slot])
         rows.copy_rows(kv_ref, slots, VALUE_DIM, rope.at[slot])
         barriers.open_after_copies(gates, slot)
@@ -179,7 +179,7 @@ def _gather_all(query: Query, tile: jax.Array, refs: Any, smem: Any) -> None:
 def _drain(n_slots: int, n_threads: int) -> None:
     """Take the last arrivals, so that no barrier is left half full."""
     for slot in range(n_slots):
-        barriers.sync(EMPTY + slot, n_threads)
+        asm.sync(EMPTY + slot, n_threads)
 
 
 def _chunk_rows(query: Query, n_tiles: int) -> list[jax.Array]:
@@ -205,7 +205,7 @@ def key_gradient(query: Query, part: jax.Array, refs: Any, smem: Any) -> None:
     wg = lax.axis_index("wg")
 
     def consume(slot: int, part: int) -> None:
-        barriers.arrive(EMPTY + slot, PAIR)
+        asm.arrive(EMPTY + slot, PAIR)
         barriers.wait_gate(gates, KEY_SLOTS, 0)
 
         @pl.loop(0, (query.n_steps + 1 - slot) // 2)
@@ -220,7 +220,7 @@ def key_gradient(query: Query, part: jax.Array, refs: Any, smem: Any) -> None:
                         accs[i], a.at[slot, h], b.at[h], a_outer_is_k=True, b_outer_is_k=True
                     )
             done = products.settle(0, *accs[: part + 1])
-            barriers.arrive(EMPTY + slot, PAIR)
+            asm.arrive(EMPTY + slot, PAIR)
             for acc, column in zip(done, (part * HALF, VALUE_DIM), strict=False):
                 stores.add_rows(dkv_ref, acc, keys, column)
 
@@ -236,7 +236,7 @@ def key_gradient(query: Query, part: jax.Array, refs: Any, smem: Any) -> None:
         @pl.loop(0, query.n_steps)
         def _(i: jax.Array) -> None:
             slot, _ = _ring(i, KEY_SLOTS)
-            barriers.sync(EMPTY + slot, PAIR)
+            asm.sync(EMPTY + slot, PAIR)
             for h in range(n_tiles):
                 rows.copy_rows(p_ref, from_rows[h], i * KEYS, p.at[slot, h])
                 rows.copy_rows(ds_ref, from_rows[h], i * KEYS, ds.at[slot, h])
@@ -272,7 +272,7 @@ def query_gradient(query: Query, part: jax.Array, refs: Any, smem: Any) -> None:
 
     def consume(g: int, part: int) -> None:
         for slot in range(QUERY_SLOTS):
-            barriers.arrive(EMPTY + slot, readers)
+            asm.arrive(EMPTY + slot, readers)
         columns = [(part * HALF, HALF, latent), (VALUE_DIM, ROPE, rope)][: part + 1]
 
         def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -283,7 +283,7 @@ def query_gradient(query: Query, part: jax.Array, refs: Any, smem: Any) -> None:
                 for acc, (_, _, keys) in zip(accs, columns, strict=True)
             ]
             done = products.settle(0, *out)
-            barriers.arrive(EMPTY + slot, readers)
+            asm.arrive(EMPTY + slot, readers)
             return done
 
         start = tuple(products.zeros((HEADS, width)) for _, width, _ in columns)
@@ -302,7 +302,7 @@ def query_gradient(query: Query, part: jax.Array, refs: Any, smem: Any) -> None:
         def step(i: jax.Array, slots: jax.Array) -> jax.Array:
             slot, _ = _ring(i, QUERY_SLOTS)
             following = load_slots(i + 1)
-            barriers.sync(EMPTY + slot, readers)
+            asm.sync(EMPTY + slot, readers)
             rows.copy_rows(kv_ref, slots, part * HALF, latent.at[slot])
 
             @pl.when(part == 1)

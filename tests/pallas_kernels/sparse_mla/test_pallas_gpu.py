@@ -1,12 +1,14 @@
 """The Pallas kernels for Hopper against float32 formulas, on the device, and what they refuse, anywhere."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import mosaic_hopper as asm
 from pallas_kernels.sparse_mla import pallas_gpu, pallas_gpu_backward
 
 OUT_TOL = 3e-3  # relative; weights and output are rounded to 8 bits of mantissa
@@ -203,3 +205,25 @@ def test_the_kernels_lower_without_a_device(n_heads):
     names = ("forward", "backward")
     text = "".join(x.lower(lowering_platforms=("cuda",)).as_text() for x in (forward, backward))
     assert all(f"sparse_mla_{name}" in text for name in names)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_compiler_moves_no_memory_access_over_a_barrier(monkeypatch, backward):
+    """No GPU: looks at what each barrier, gate and fence tells LLVM when the kernel is lowered."""
+    seen, emit = {}, asm.emit
+
+    def record(text, constraints, operands):
+        seen[text] = constraints
+        emit(text, constraints, operands)
+
+    monkeypatch.setattr(asm, "emit", record)
+    bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    q, kv, out = bf16((9, 128, DIM)), bf16((200, DIM)), bf16((9, 128, VALUE_DIM))
+    idx = jax.ShapeDtypeStruct((9, 100), jnp.int32)
+    lse = jax.ShapeDtypeStruct((9, 128), jnp.float32)
+    kernel = pallas_gpu_backward.backward if backward else pallas_gpu.forward
+    arrays = (q, kv, idx, *((out, lse, out, lse) if backward else ()))
+    jax.jit(functools.partial(kernel, **STATIC)).trace(*arrays).lower(lowering_platforms=("cuda",))
+    ordering = {text: c for text, c in seen.items() if re.search(r"\bbar\.|fence\.|mbarrier", text)}
+    assert len(ordering) > 5
+    assert {text for text, c in ordering.items() if asm.MEMORY not in c.split(",")} == set()
