@@ -1,5 +1,6 @@
 import re
 import subprocess
+import tempfile
 from typing import NamedTuple
 
 import jax
@@ -59,8 +60,21 @@ def compile_for_hopper():
         warnings = [line for line in report.stderr.splitlines() if "Performance Loss" in line]
         meta = compiled.metadata
         return HopperKernel(
-            ptx, compiled.asm["sass"], int(spilled), warnings, meta.shared, meta.num_warps
+            ptx,
+            disassemble(compiled.asm["cubin"]),
+            int(spilled),
+            warnings,
+            meta.shared,
+            meta.num_warps,
         )
+
+    # Triton's own `asm["sass"]` stops at 64 KiB of code.
+    def disassemble(cubin):
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     return compile_kernel
 
