@@ -15,7 +15,6 @@ Source: the split of the work is FlashMLA's (sm90 sparse kernels); pages, splits
 
 from typing import no_type_check
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -26,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from pallas_kernels import gluon_combine
 from pallas_kernels import gluon_hopper as hw
 from pallas_kernels.paged_mla import gluon_gpu_tiles as tiles
 from pallas_kernels.paged_mla.gluon_gpu_fp8 import produce_fp8
@@ -362,25 +362,5 @@ def attend_kernel(
 @gluon.jit
 @no_type_check
 def combine_kernel(part_ptr, part_lse_ptr, out_ptr, lse_ptr, n_rows, n_splits: gl.constexpr):
-    """Program (query, head): the mean of its splits' outputs, weighted by exp of their lse."""
-    C: gl.constexpr = 2 * HALF
-    SPLITS: gl.constexpr = triton.next_power_of_2(n_splits)
-    # Every thread has all splits of its 4 dims, all loads in flight at once.
-    layout: gl.constexpr = gl.BlockedLayout([SPLITS, 4], [1, 32], [1, 4], [1, 0])
-    row = gl.program_id(0).to(gl.int64)
-    split = gl.arange(0, SPLITS, gl.SliceLayout(1, layout))
-    col = gl.arange(0, C, gl.SliceLayout(0, layout))
-    at = split.to(gl.int64) * n_rows + row
-    lse = gl.load(part_lse_ptr + at, mask=split < n_splits, other=float("-inf"))
-    part = gl.load(
-        part_ptr + at[:, None] * C + col[None, :], mask=(split < n_splits)[:, None], other=0.0
-    )
-    top = gl.max(lse, axis=0)
-    # An empty row's splits are all -inf: subtract 0 there, so that every weight is 0 and none is NaN.
-    base = gl.where(top == float("-inf"), 0.0, top)
-    weight = gl.exp(lse - base)
-    total = gl.sum(weight, axis=0)
-    inverse = gl.where(total != 0, 1.0 / total, 0.0)
-    out = gl.sum(weight[:, None] * part, axis=0) * inverse
-    gl.store(out_ptr + row * C + col, out.to(out_ptr.dtype.element_ty))
-    gl.store(lse_ptr + row, base + gl.log(total))
+    """Program (query, head): merge its splits, see `gluon_combine.merge_row`."""
+    gluon_combine.merge_row(part_ptr, part_lse_ptr, out_ptr, lse_ptr, n_rows, n_splits, 2 * HALF)
