@@ -1,7 +1,7 @@
 """Attention to listed keys on Hopper, in Gluon: tensor cores, with the listed rows gathered by cp.async.
 
-A program takes tiles of one query and 64 heads, one after the other. Three groups of four warps share its work on the
-tile, 128 slots a step, as two blocks of 64:
+A program takes items, one after the other: tiles of one query and 64 heads, or parts of such tiles along their slots
+(gluon_gpu_items). Three groups of four warps share its work on an item, 128 slots a step, as two blocks of 64:
 
 - The producer gathers the rows of block 0 and block 1 into shared memory.
 - Consumer group g computes the logits and weights of block g, and the columns of half g of the output, for which it
@@ -13,12 +13,11 @@ The softmax subtracts a reference, not the peak: it moves up to the peak only wh
 which is rare, so the accumulator is seldom rescaled; weights up to 2**8 lose no accuracy. The reference passes from
 block to block in the order of slots, block 0, block 1, block 0 of the next step: a group takes over the other's before
 it computes its weights, so weights that meet in one sum have the same reference. The logits of the next block, or of
-the next tile's first, start before a tile is written, and run meanwhile.
+the next item's first, start before an item is written, and run meanwhile.
 
 Source: the split of the work is FlashMLA's (sm90/prefill/sparse); the reference and the order are this file's.
 """
 
-import math
 from typing import no_type_check
 
 from triton.experimental import gluon
@@ -27,13 +26,13 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from pallas_kernels import gluon_hopper as hw
+from pallas_kernels.sparse_mla import gluon_gpu_items as items
+from pallas_kernels.sparse_mla import gluon_gpu_output as output
 
 MAX_ROPE_DIM = 64
-HEADS_PER_TILE = 64  # rows of one wgmma
-SLOTS_PER_STEP = 128
 
-HEADS = gl.constexpr(HEADS_PER_TILE)
-KEYS = gl.constexpr(SLOTS_PER_STEP // 2)  # of one block
+HEADS = gl.constexpr(items.HEADS_PER_TILE)
+KEYS = gl.constexpr(items.SLOTS_PER_STEP // 2)  # of one block
 ROPE_TILE = gl.constexpr(MAX_ROPE_DIM)
 GROUP_THREADS = gl.constexpr(128)
 # 2 x 216 + 72 = 504 of the 512 registers that one thread of each group may have together.
@@ -41,7 +40,6 @@ CONSUMER_REGISTERS = gl.constexpr(216)
 PRODUCER_REGISTERS = gl.constexpr(72)
 NO_REFERENCE = gl.constexpr(-1.0e30)  # finite: -inf - -inf would be NaN
 SLACK = gl.constexpr(8.0)  # log2 of how far a weight may exceed 1
-LN2 = gl.constexpr(math.log(2.0))
 
 # Named barriers: one side arrives, the other waits. All but the last are pairs, + g for group or block g. No side can
 # arrive twice before the other has waited: between two arrivals it needs rows that the producer gathers only after, or
@@ -98,55 +96,8 @@ def _rescale(o, old, new, live, GROUP: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _write_tile(
-    o, total, ref, out_ptr, lse_ptr, tile, n_heads, GROUP: gl.constexpr, HALF: gl.constexpr
-):
-    """Normalise a tile and write this group's half of the output; group 0 writes the log-sum-exp."""
-    # Eight columns a thread, exchanged inside a warp: 16-byte stores, and no tile of keys is held back to stage them.
-    WIDE: gl.constexpr = _wide_layout(HALF)
-    O_ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    tiles_per_query = gl.cdiv(n_heads, HEADS)
-    head0 = (tile % tiles_per_query) * HEADS
-    row0 = (tile // tiles_per_query).to(gl.int64) * n_heads + head0
-    if GROUP == 0:
-        heads = gl.arange(0, HEADS, ref.type.layout)
-        lse = gl.where(total > 0, ref * LN2 + gl.log(total), float("-inf"))
-        gl.store(lse_ptr + row0 + heads, lse, mask=head0 + heads < n_heads)
-    inverse = gl.where(total > 0, 1.0 / total, 0.0)  # an empty row is 0
-    o = o * gl.expand_dims(gl.convert_layout(inverse, O_ROW), 1)
-    rows = gl.arange(0, HEADS, gl.SliceLayout(1, WIDE))
-    cols = GROUP * HALF + gl.arange(0, HALF, gl.SliceLayout(0, WIDE))
-    pointers = out_ptr + gl.expand_dims((row0 + rows) * (2 * HALF), 1) + gl.expand_dims(cols, 0)
-    o16 = gl.convert_layout(o.to(gl.bfloat16), WIDE)
-    gl.store(pointers, o16, mask=gl.expand_dims(head0 + rows < n_heads, 1))
-
-
-@gluon.constexpr_function
-@no_type_check
-def _wide_layout(half: int) -> gl.DistributedLinearLayout:
-    """Return wgmma's accumulator layout with column bits 2, 4 and 8, 16 swapped between threads and registers."""
-    columns = [[0, 32 << i] for i in range((half // 32).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *columns],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[HEADS_PER_TILE, half],
-    )
-
-
-@gluon.jit
-@no_type_check
-def _load_steps(steps_ptr, tile, n_heads, n_tiles):
-    """Return the number of steps of a tile, at least 1."""
-    return gl.load(steps_ptr + tile // gl.cdiv(n_heads, HEADS), mask=tile < n_tiles, other=1)
-
-
-@gluon.jit
-@no_type_check
 def _consume(
-    q, k, far_v, other_p, ready, rows, steps_ptr, out_ptr, lse_ptr, n_heads, scale_log2, n_tiles,
-    GROUP: gl.constexpr, HALF: gl.constexpr,
+    q, k, far_v, other_p, ready, rows, out, work, scale_log2, GROUP: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """Work of consumer group GROUP: see the head of this file."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -161,14 +112,14 @@ def _consume(
     hw.arrive(NEAR_FREE + GROUP, TWO_GROUPS)
     hw.arrive(FAR_FREE + OTHER, TWO_GROUPS)
     hw.arrive(Q_FREE, THREE_GROUPS)
-    next_steps = _load_steps(steps_ptr, gl.program_id(0), n_heads, n_tiles)
+    next_steps = items.load_steps(gl.program_id(0), work)
     mbarrier.wait(q_ready, 0)
     q_phase = 1
     next_s = _start_logits(mask, q, k, ready, 0, GROUP)
     phase = 1
-    for tile in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        n_steps = next_steps
-        next_steps = _load_steps(steps_ptr, tile + gl.num_programs(0), n_heads, n_tiles)
+    for item in range(gl.program_id(0), items.n_items(work), gl.num_programs(0)):
+        first, end = items.span(item, next_steps, work)
+        n_steps = gl.maximum(end - first, 1)
         o = gl.full([HEADS, HALF], 0.0, gl.float32, O_LAYOUT)
         ref = gl.full([HEADS], NO_REFERENCE, gl.float32, S_ROW)
         total = gl.full([HEADS], 0.0, gl.float32, S_ROW)
@@ -221,17 +172,19 @@ def _consume(
                     hw.arrive(SUM_READY + GROUP, TWO_GROUPS)
                 o = hopper.warpgroup_mma_wait(0, deps=[o])
                 hw.arrive(FAR_FREE + OTHER, TWO_GROUPS)
-            # The next block's logits, or those of the next tile's first block, which run while this tile is written.
+            # The next block's logits, or those of the next item's first block, which run while this one is written.
             if step == n_steps - 1:
                 mbarrier.wait(q_ready, q_phase)
                 q_phase ^= 1
             next_s = _start_logits(mask, q, k, ready, phase, GROUP)
             phase ^= 1
+        # Arrives while this item is written; loaded at its start, it would hold up the first softmax.
+        next_steps = items.load_steps(item + gl.num_programs(0), work)
         # Both sums refer to the last block's reference: group 1 set it, group 0 took it over.
         hw.sync(SUM_READY + OTHER, TWO_GROUPS)
         total = total + other_sum.load(S_ROW)
-        _write_tile(o, total, ref, out_ptr, lse_ptr, tile, n_heads, GROUP, HALF)
-    hopper.warpgroup_mma_wait(0, deps=[next_s])  # of the empty tile past the last
+        output.write_item(o, total, ref, out, work, item, GROUP, HALF)
+    hopper.warpgroup_mma_wait(0, deps=[next_s])  # of the empty item past the last
 
 
 @gluon.jit
@@ -248,18 +201,18 @@ def _copy_rows(base, offsets, valid, COLUMN: gl.constexpr, COLUMNS: gl.constexpr
 
 @gluon.jit
 @no_type_check
-def _load_indices(idx_ptr, query, first_slot, n_slots, exists):
-    """Return the key indices of one block; slots past the end are -1."""
+def _load_indices(idx_ptr, query, first_slot, n_slots, end):
+    """Return the key indices of one block; slots from `end` on, which are another part's or none, are -1."""
     slots = first_slot + gl.arange(0, KEYS, gl.SliceLayout(1, hw.COPY))
     pointers = idx_ptr + query.to(gl.int64) * n_slots + slots
-    return gl.load(pointers, mask=(slots < n_slots) & exists, other=-1)
+    return gl.load(pointers, mask=slots < gl.minimum(end, n_slots), other=-1)
 
 
 @gluon.jit
 @no_type_check
 def _produce(
-    q, k0, k1, q_ready, ready0, ready1, mask0, mask1, q_ptr, kv_ptr, idx_ptr, steps_ptr,
-    n_keys, n_heads, n_slots, n_tiles, HALF: gl.constexpr, ROPE: gl.constexpr,
+    q, k0, k1, q_ready, ready0, ready1, mask0, mask1, q_ptr, kv_ptr, idx_ptr, work, n_keys, n_slots,
+    HALF: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
     """Work of the producer: gather queries and rows, in the order in which the consumers free the tiles.
 
@@ -272,18 +225,26 @@ def _produce(
     k1_right, k1_left, k1_rope = k1
     near0_ready, far0_ready = ready0
     near1_ready, far1_ready = ready1
+    _, n_heads, _, _, _ = work
     tiles_per_query = gl.cdiv(n_heads, HEADS)
-    first = gl.program_id(0)
-    next_steps = _load_steps(steps_ptr, first, n_heads, n_tiles)
-    idx0 = _load_indices(idx_ptr, first // tiles_per_query, 0, n_slots, first < n_tiles)
-    idx1 = _load_indices(idx_ptr, first // tiles_per_query, KEYS, n_slots, first < n_tiles)
-    # One more tile than there are, of one step and without rows: the consumers start logits one tile ahead.
-    for tile in range(first, n_tiles + gl.num_programs(0), gl.num_programs(0)):
-        n_steps = next_steps
-        next_steps = _load_steps(steps_ptr, tile + gl.num_programs(0), n_heads, n_tiles)
+    stride = gl.num_programs(0)
+    next_tile, _ = items.tile_and_part(gl.program_id(0), work)
+    first_steps = items.load_steps(gl.program_id(0), work)
+    next_step, next_end = items.span(gl.program_id(0), first_steps, work)
+    next_steps = items.load_steps(gl.program_id(0) + stride, work)
+    next_query = next_tile // tiles_per_query
+    next_slot = next_step * (2 * KEYS)
+    idx0 = _load_indices(idx_ptr, next_query, next_slot, n_slots, next_end * (2 * KEYS))
+    idx1 = _load_indices(idx_ptr, next_query, next_slot + KEYS, n_slots, next_end * (2 * KEYS))
+    # One more item than there are, of one step and without rows: the consumers start logits one item ahead.
+    for item in range(gl.program_id(0), items.n_items(work) + stride, stride):
+        tile, step0, end = next_tile, next_step, next_end
+        n_steps = gl.maximum(end - step0, 1)
+        next_tile, _ = items.tile_and_part(item + stride, work)
+        next_step, next_end = items.span(item + stride, next_steps, work)
         rows = (tile % tiles_per_query) * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, hw.COPY))
         q_offset = ((tile // tiles_per_query).to(gl.int64) * n_heads + rows) * D
-        here = (rows < n_heads) & (tile < n_tiles)
+        here = (rows < n_heads) & (item < items.n_items(work))
         hw.sync(Q_FREE, THREE_GROUPS)
         zero = hw.opaque_zero()
         _copy_rows(q_ptr, q_offset, here, 0, HALF, q_left.index(zero))
@@ -298,13 +259,11 @@ def _produce(
             row1 = gl.where(valid1, idx1, 0).to(gl.int64) * D
             # The next step's indices, so that they are here when its tiles become free.
             last = step == n_steps - 1
-            next_tile = gl.where(last, tile + gl.num_programs(0), tile)
-            next_slot = gl.where(last, 0, (step + 1) * (2 * KEYS))
-            next_query = next_tile // tiles_per_query
-            idx0 = _load_indices(idx_ptr, next_query, next_slot, n_slots, next_tile < n_tiles)
-            idx1 = _load_indices(
-                idx_ptr, next_query, next_slot + KEYS, n_slots, next_tile < n_tiles
-            )
+            query = gl.where(last, next_tile, tile) // tiles_per_query
+            slot = gl.where(last, next_step, step0 + step + 1) * (2 * KEYS)
+            end_slot = gl.where(last, next_end, end) * (2 * KEYS)
+            idx0 = _load_indices(idx_ptr, query, slot, n_slots, end_slot)
+            idx1 = _load_indices(idx_ptr, query, slot + KEYS, n_slots, end_slot)
 
             hw.sync(NEAR_FREE, TWO_GROUPS)
             mask0.store(gl.where(valid0, 0.0, float("-inf")))
@@ -327,6 +286,8 @@ def _produce(
             hw.sync(NEAR_FREE + 1, TWO_GROUPS)
             _copy_rows(kv_ptr, row1, valid1, HALF, HALF, k1_right.index(zero))
             async_copy.mbarrier_arrive(near1_ready, increment_count=False)
+        # Here, so that its latency falls into the wait for the queries' memory, not between them and the first rows.
+        next_steps = items.load_steps(item + 2 * stride, work)
 
 
 @gluon.jit
@@ -349,19 +310,34 @@ def _allocate_ready():
     return barrier
 
 
-@gluon.jit(do_not_specialize=["n_queries", "n_heads", "n_keys", "n_slots", "scale_log2"])
+@gluon.jit(
+    do_not_specialize=[
+        "n_queries",
+        "n_heads",
+        "n_keys",
+        "n_slots",
+        "n_whole",
+        "n_parts",
+        "scale_log2",
+    ]
+)
 @no_type_check
 def sparse_mla_kernel(
-    q_ptr, kv_ptr, idx_ptr, steps_ptr, out_ptr, lse_ptr, n_queries, n_heads, n_keys, n_slots, scale_log2,
-    HALF: gl.constexpr, ROPE: gl.constexpr,
+    q_ptr, kv_ptr, idx_ptr, steps_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, n_queries, n_heads, n_keys,
+    n_slots, n_whole, n_parts, scale_log2, HALF: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Attend to listed keys; arrays as in `forward`, row-major; the grid has at most n_queries * ceil(n_heads / 64).
+    """Attend to listed keys; arrays as in `forward`, row-major; the grid has no more programs than there are items.
+
+    A query has ceil(n_heads / 64) tiles. The first n_whole tiles, those of the first queries, are written to the
+    output; the others are computed in n_parts parts each, which `merge_kernel` merges.
 
     steps_ptr: int32 [n_queries], at least 1: how many blocks of 128 slots to read, the rest holding no valid one.
+    part_ptr, part_lse_ptr: float32 [n_parts, queries, n_heads, 2 * HALF] and [n_parts, queries, n_heads].
     HALF: half of value_dim. ROPE: the columns after the values, a multiple of 8, at most 64.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    n_tiles = n_queries * gl.cdiv(n_heads, HEADS)
+    out = out_ptr, lse_ptr, part_ptr, part_lse_ptr
+    work = steps_ptr, n_heads, n_queries * gl.cdiv(n_heads, HEADS), n_whole, n_parts
     q_left, q_right, q_rope = _allocate_rows(HALF, HEADS)
     k0_left, k0_right, k0_rope = _allocate_rows(HALF, KEYS)
     k1_left, k1_right, k1_rope = _allocate_rows(HALF, KEYS)
@@ -379,17 +355,17 @@ def sparse_mla_kernel(
             (_consume, (
                 (q_left, q_right, q_rope), (k0_left, k0_right, k0_rope), k1_left, k1_rope,
                 (near0_ready, far0_ready, q_ready), (mask0, ref0, ref1, sum0, sum1),
-                steps_ptr, out_ptr, lse_ptr, n_heads, scale_log2, n_tiles, 0, HALF,
+                out, work, scale_log2, 0, HALF,
             )),
             (_consume, (
                 (q_right, q_left, q_rope), (k1_right, k1_left, k1_rope), k0_right, k0_rope,
                 (near1_ready, far1_ready, q_ready), (mask1, ref1, ref0, sum1, sum0),
-                steps_ptr, out_ptr, lse_ptr, n_heads, scale_log2, n_tiles, 1, HALF,
+                out, work, scale_log2, 1, HALF,
             )),
             (_produce, (
                 (q_left, q_right, q_rope), (k0_left, k0_right, k0_rope), (k1_right, k1_left, k1_rope),
                 q_ready, (near0_ready, far0_ready), (near1_ready, far1_ready), mask0, mask1,
-                q_ptr, kv_ptr, idx_ptr, steps_ptr, n_keys, n_heads, n_slots, n_tiles, HALF, ROPE,
+                q_ptr, kv_ptr, idx_ptr, work, n_keys, n_slots, HALF, ROPE,
             )),
         ],
         [4, 4],

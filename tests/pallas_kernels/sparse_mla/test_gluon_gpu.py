@@ -1,4 +1,5 @@
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from pallas_kernels.sparse_mla import gluon_gpu
+from pallas_kernels.sparse_mla import gluon_gpu, gluon_gpu_items
 
 gpu = pytest.mark.gpu
 BF16_TOL = 3e-3  # of a query's output by norm; rounding weights and output to 8 bits gives 2.2e-3
@@ -64,7 +65,7 @@ def check(q, kv, idx, scale=SCALE, value_dim=VALUE_DIM, lse_tol=LSE_TOL, queries
 
 @pytest.fixture(scope="module", params=[128, 512])
 def compiled(request, compile_for_hopper):
-    pointers, scalars = "bf16 bf16 i32 i32 bf16 fp32", "i32 i32 i32 i32 fp32"
+    pointers, scalars = "bf16 bf16 i32 i32 bf16 fp32 fp32 fp32", "i32 i32 i32 i32 i32 i32 fp32"
     constants = {"HALF": request.param // 2, "ROPE": 64}
     return request.param, compile_for_hopper(
         gluon_gpu.sparse_mla_kernel, pointers, scalars, constants
@@ -95,6 +96,14 @@ def test_machine_code_does_not_spill_and_moves_registers_to_the_consumers(compil
     assert sass.count("WARPGROUP.DEPBAR") == WAITS
     registers = {int(n, 16) for n in re.findall(r"USETMAXREG\S* (?:UP\d, )?(0x[0-9a-f]+)", sass)}
     assert {216, 72} <= registers
+
+
+@pytest.mark.parametrize("n_parts", [2, gluon_gpu_items.MAX_PARTS])
+def test_the_merging_kernel_does_not_spill(compile_for_hopper, n_parts):
+    constants = {"n_parts": n_parts, "DIM": 512}
+    pointers = "fp32 fp32 bf16 fp32 bf16 fp32"
+    kernel = compile_for_hopper(gluon_gpu.merge_kernel, pointers, "i32 i32", constants)
+    assert kernel.spilled_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -131,6 +140,74 @@ def test_steps_end_with_the_last_valid_slot():
     np.testing.assert_array_equal(steps, [1, 1, 1, 2, 3, 1])
 
 
+# The choice of what to split, and the kernel's own arithmetic on it, run as Python.
+
+
+@pytest.mark.parametrize(
+    ("n_queries", "n_steps", "expected"),
+    [(4096, 16, (4, 16)), (1, 16, (1, 16)), (64, 16, (0, 1)), (66, 16, (0, 1)), (70, 1, (0, 1))],
+)
+def test_the_last_incomplete_round_is_split_where_that_pays(n_queries, n_steps, expected):
+    assert gluon_gpu_items.choose_split(n_queries, 2, n_steps, n_programs=132) == expected
+
+
+@pytest.mark.parametrize("tiles_per_query", [1, 2, 5])
+@pytest.mark.parametrize("n_steps", [1, 2, 7, 16, 40])
+def test_a_split_takes_less_than_one_round_of_whole_queries(n_steps, tiles_per_query):
+    for n_queries in range(1, 300):
+        split = gluon_gpu_items.choose_split(n_queries, tiles_per_query, n_steps, n_programs=132)
+        n_whole_tiles = (n_queries - split.n_queries) * tiles_per_query
+        assert 0 <= split.n_queries <= n_queries
+        assert 1 <= split.n_parts <= min(n_steps, gluon_gpu_items.MAX_PARTS)
+        assert (split.n_queries == 0) == (split.n_parts == 1)
+        assert (
+            split.n_queries == 0
+            or n_queries * tiles_per_query - n_whole_tiles < 132 + tiles_per_query
+        )
+
+
+@pytest.fixture
+def device_code(monkeypatch):
+    """Return the kernel's module, whose functions of integers run as Python; `load(i)` of its gl is to be set."""
+    module = gluon_gpu_items
+    for name in ("n_items", "tile_and_part", "load_steps", "span"):
+        monkeypatch.setattr(module, name, getattr(module, name).fn)
+    stand_in = types.SimpleNamespace(maximum=max, cdiv=lambda a, b: -(-a // b))
+    monkeypatch.setattr(module, "gl", stand_in)
+    monkeypatch.setattr(module, "HEADS", 64)
+    return module
+
+
+@pytest.mark.parametrize("n_heads", [16, 64, 80, 128])
+@pytest.mark.parametrize("n_queries", [1, 5, 67, 70, 133, 200])
+@pytest.mark.parametrize("n_steps", [1, 5, 16])
+def test_items_cover_every_step_of_every_tile_once(rng, device_code, n_queries, n_heads, n_steps):
+    tiles_per_query = -(-n_heads // 64)
+    n_tiles = n_queries * tiles_per_query
+    steps = rng.integers(1, n_steps + 1, n_queries)
+    device_code.gl.load = lambda i, mask, other: steps[i] if mask else other
+    chosen = gluon_gpu_items.choose_split(n_queries, tiles_per_query, n_steps, n_programs=132)
+    for n_split, n_parts in (chosen, (n_queries, 3), (1, 16), (0, 1)):
+        work = 0, n_heads, n_tiles, n_tiles - n_split * tiles_per_query, n_parts
+        n_items = device_code.n_items(work)
+        seen, places = [], []
+        for item in range(n_items):
+            tile, part = device_code.tile_and_part(item, work)
+            first, end = device_code.span(item, device_code.load_steps(item, work), work)
+            assert end - first <= -(-n_steps // (1 if item < work[3] else n_parts))
+            seen += [(tile, step) for step in range(first, end)]
+            places.append((tile, part))
+        assert sorted(seen) == [
+            (i, s) for i in range(n_tiles) for s in range(steps[i // tiles_per_query])
+        ]
+        whole = [(i, 0) for i in range(work[3])]
+        assert sorted(places) == whole + [
+            (i, p) for i in range(work[3], n_tiles) for p in range(n_parts)
+        ]
+        for past in range(n_items, n_items + 200):
+            assert device_code.span(past, device_code.load_steps(past, work), work) == (0, 0)
+
+
 # Regular.
 
 
@@ -164,9 +241,30 @@ def test_any_number_of_slots(rng, n_slots):
 
 
 @gpu
-@pytest.mark.parametrize("n_queries", [1, 62, 66, 213])
-def test_any_number_of_queries(rng, n_queries):
-    check(*draw(rng, n_queries, 300, 200), queries=sorted({0, n_queries // 2, n_queries - 1}))
+@pytest.mark.parametrize("n_heads", [64, 128])
+@pytest.mark.parametrize("n_queries", [1, 5, 62, 66, 67, 70, 133, 213])
+def test_any_number_of_queries(rng, n_queries, n_heads):
+    some = {0, n_queries // 2, *range(max(n_queries - 6, 0), n_queries)}  # the last are in parts
+    check(*draw(rng, n_queries, 1500, 1100, n_heads), queries=sorted(some))
+
+
+@gpu
+@pytest.mark.parametrize("split", [(0, 1), (1, 2), (6, 3), (29, 16), (70, 5), (70, 9)])
+def test_any_split_gives_the_same_up_to_rounding_and_again_the_same_bits(rng, monkeypatch, split):
+    q, kv, idx = draw(rng, 70, 3000, 2048, 80)
+    idx[3], idx[67], idx[69, 1:], idx[68, 900:] = (
+        -1,
+        -1,
+        -1,
+        -1,
+    )  # parts without a step, or without a slot
+    idx[66, :1500], idx[65, 1024:1152] = -1, 3000
+    monkeypatch.setattr(gluon_gpu, "choose_split", lambda *_: gluon_gpu_items.Split(*split))
+    check(q, kv, idx, queries=[0, 1, 3, 40, 41, *range(62, 70)])
+    first = run(q, kv, idx)
+    for _ in range(5):
+        for a, b in zip(first, run(q, kv, idx), strict=True):
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
 @gpu
