@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from pallas_kernels import gluon_combine
 from pallas_kernels import gluon_hopper as hw
 from pallas_kernels.paged_mla import gluon_gpu_tiles as tiles
-from pallas_kernels.paged_mla.gluon_gpu_fp8 import produce_fp8
+from pallas_kernels.paged_mla.gluon_gpu_fp8 import allocate_stage, produce_fp8
 from pallas_kernels.paged_mla.gluon_gpu_tiles import (
     HALF,
     HEADS,
@@ -158,6 +158,11 @@ def _consume_left(
         p_a = gl.convert_layout(p.to(gl.bfloat16), P_LAYOUT)
         acc = warpgroup_mma(p_a, k0[0].index(z), o, is_async=True)
         total = total * shrink + gl.sum(p, axis=1)
+        if FENCE:
+            # The producer fills it while this group waits for the right group's maximum, which FP8 rows delay.
+            o, p_a = warpgroup_mma_wait(0, [acc, p_a])
+            if step + 1 < n_steps:
+                hw.arrive(tiles.FREE_0L, TWO_GROUPS)
         # The right group's maximum is the pair's: bring this tile's weights to it before handing them over.
         hw.sync(BAR_MAX1, TWO_GROUPS)
         top = stat[1].load(HEAD_S)
@@ -167,9 +172,10 @@ def _consume_left(
         hw.arrive(BAR_P0, TWO_GROUPS)
         row = tiles.listed(rows_ptr, lo + (step + 1) * STEP, hi, KEY_S)
         total = total * shrink
-        o, p_a = warpgroup_mma_wait(0, [acc, p_a])
-        if step + 1 < n_steps:
-            hw.arrive(tiles.FREE_0L, TWO_GROUPS)
+        if not FENCE:
+            o, p_a = warpgroup_mma_wait(0, [acc, p_a])
+            if step + 1 < n_steps:
+                hw.arrive(tiles.FREE_0L, TWO_GROUPS)
         o = _rescale(o, shrink)
         hw.sync(BAR_P1, TWO_GROUPS)  # also says that tile 1 is there
         acc = warpgroup_mma(k1[2].index(z), k1[0].index(z), o, is_async=True)
@@ -322,6 +328,7 @@ def attend_kernel(
     )
     # Argument tuples are written out: a constexpr that passes through a variable becomes a run-time value.
     if QUANTISED:
+        stage = allocate_stage()
         gl.warp_specialize(
             [
                 (_consume_left, (
@@ -334,7 +341,7 @@ def attend_kernel(
                 )),
                 (produce_fp8, (
                     q_ptr, latent_ptr, rope_ptr, latent_scale_ptr, rows_ptr, n_rows, n_heads, first_head, lo, hi,
-                    n_steps, q, k0, k1, ready,
+                    n_steps, q, k0, k1, ready, stage,
                 )),
             ],
             [4, 4], [CONSUMER_REGISTERS, REGISTERS - 2 * CONSUMER_REGISTERS],
