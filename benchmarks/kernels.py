@@ -109,14 +109,15 @@ def main() -> None:
     print("; ".join(f"{name} {rate / 1e12:.3g} T/s" for name, rate in ceiling.items()))
     print("| kernel | shape | backend | us (median) | rate | of the measured ceiling | error |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
-    results = []
+    report: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__}
+    report |= {"date": time.strftime("%Y-%m-%d"), "ceilings": ceiling, "results": []}
     for case in itertools.chain.from_iterable(GROUPS[name]() for name in args.kernels):
-        results.append(measure(case, ceiling, args.rounds))
-        print(row(results[-1]), flush=True)
+        result = measure(case, ceiling, args.rounds)
+        print(row(result), flush=True)
+        report["results"].append(asdict(result))
+        if args.json:  # after each case: a run that is cut short keeps what it has
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.json:
-        report = {"device": device.device_kind, "jax": jax.__version__, "ceilings": ceiling}
-        report |= {"date": time.strftime("%Y-%m-%d"), "results": [asdict(r) for r in results]}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
         print(f"written to {args.json}")
 
 
