@@ -11,7 +11,7 @@ from typing import no_type_check
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from pallas_kernels import gluon_hopper as hw
 from pallas_kernels.paged_mla import gluon_gpu_tiles as tiles
@@ -275,6 +275,7 @@ def produce_fp8(
                 )
             _put(words, scales[0], row, n_rows, tile, 2 * SIDE_OF[i])
             _put(staged, scales[1], row, n_rows, tile, 2 * SIDE_OF[i] + 1)
+            fence_async_shared()  # plain stores wrote the half, wgmma reads it through the async proxy
             mbarrier.arrive(ready[TILE_OF[i] * 2 + SIDE_OF[i]])
             words = next_words
             scales = next_scales

@@ -110,18 +110,14 @@ def _produce(
 
 @gluon.jit
 @no_type_check
-def _logits(row, n_rows, q, k, ready, phase, z, FIRST: gl.constexpr, FENCE: gl.constexpr):
+def _logits(row, n_rows, q, k, ready, phase, z, FIRST: gl.constexpr):
     """Return Q K^T of a tile, -inf for invalid rows. Half FIRST comes first, the rope part with the other half."""
     # The product starts from 0 or -inf, so that no select is needed after; an invalid row's own part is 0.
     bias = gl.where((row >= 0) & (row < n_rows), 0.0, float("-inf"))
     s = gl.convert_layout(gl.expand_dims(bias, 0).broadcast_to([HEADS, TILE]), S_LAYOUT)
     mbarrier.wait(ready[3 * FIRST], phase)
-    if FENCE:
-        fence_async_shared()  # plain stores wrote the keys, wgmma reads them through the async proxy
     s = warpgroup_mma(q[FIRST].index(z), k[FIRST].index(z).permute((1, 0)), s, is_async=True)
     mbarrier.wait(ready[1 + FIRST], phase)
-    if FENCE:
-        fence_async_shared()
     other: gl.constexpr = 1 - FIRST
     s = warpgroup_mma(q[other].index(z), k[other].index(z).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma(q[2].index(z), k[2].index(z).permute((1, 0)), s, is_async=True)
@@ -138,7 +134,7 @@ def _rescale(o, factor):
 @no_type_check
 def _consume_left(
     out_ptr, lse_ptr, rows_ptr, n_rows, n_heads, first_head, lo, hi, n_steps, scale_log2, q, k0, k1, ready, stat,
-    FENCE: gl.constexpr,
+    QUANTISED: gl.constexpr,
 ):  # fmt: skip
     """Tile 0's logits and weights, value dims [0, 256) of both tiles."""
     o = gl.zeros([HEADS, HALF], gl.float32, O_LAYOUT)
@@ -148,7 +144,7 @@ def _consume_left(
     mbarrier.wait(ready[4], 0)
     for step in range(n_steps):
         z = hw.opaque_zero()
-        s = _logits(row, n_rows, q, k0, ready, step & 1, z, 0, FENCE)
+        s = _logits(row, n_rows, q, k0, ready, step & 1, z, 0)
         top0 = gl.maximum(top, gl.max(s, axis=1) * scale_log2)
         stat[0].store(top0)
         hw.arrive(BAR_MAX0, TWO_GROUPS)
@@ -158,7 +154,7 @@ def _consume_left(
         p_a = gl.convert_layout(p.to(gl.bfloat16), P_LAYOUT)
         acc = warpgroup_mma(p_a, k0[0].index(z), o, is_async=True)
         total = total * shrink + gl.sum(p, axis=1)
-        if FENCE:
+        if QUANTISED:
             # The producer fills it while this group waits for the right group's maximum, which FP8 rows delay.
             o, p_a = warpgroup_mma_wait(0, [acc, p_a])
             if step + 1 < n_steps:
@@ -172,7 +168,7 @@ def _consume_left(
         hw.arrive(BAR_P0, TWO_GROUPS)
         row = tiles.listed(rows_ptr, lo + (step + 1) * STEP, hi, KEY_S)
         total = total * shrink
-        if not FENCE:
+        if not QUANTISED:
             o, p_a = warpgroup_mma_wait(0, [acc, p_a])
             if step + 1 < n_steps:
                 hw.arrive(tiles.FREE_0L, TWO_GROUPS)
@@ -189,7 +185,6 @@ def _consume_left(
 @no_type_check
 def _consume_right(
     out_ptr, lse_ptr, rows_ptr, n_rows, n_heads, first_head, lo, hi, n_steps, scale_log2, q, k0, k1, ready, stat,
-    FENCE: gl.constexpr,
 ):  # fmt: skip
     """Tile 1's logits and weights, value dims [256, 512) of both tiles."""
     o = gl.zeros([HEADS, HALF], gl.float32, O_LAYOUT)
@@ -199,7 +194,7 @@ def _consume_right(
     mbarrier.wait(ready[4], 0)
     for step in range(n_steps):
         z = hw.opaque_zero()
-        s = _logits(row, n_rows, q, k1, ready, step & 1, z, 1, FENCE)
+        s = _logits(row, n_rows, q, k1, ready, step & 1, z, 1)
         mine = gl.max(s, axis=1) * scale_log2
         hw.sync(BAR_MAX0, TWO_GROUPS)
         top1 = gl.maximum(stat[0].load(HEAD_S), mine)
@@ -337,7 +332,7 @@ def attend_kernel(
                 )),
                 (_consume_right, (
                     out_ptr, lse_ptr, rows_ptr, n_rows, n_heads, first_head, lo, hi, n_steps, scale_log2,
-                    q, k0, k1, ready, stat, True,
+                    q, k0, k1, ready, stat,
                 )),
                 (produce_fp8, (
                     q_ptr, latent_ptr, rope_ptr, latent_scale_ptr, rows_ptr, n_rows, n_heads, first_head, lo, hi,
@@ -355,7 +350,7 @@ def attend_kernel(
                 )),
                 (_consume_right, (
                     out_ptr, lse_ptr, rows_ptr, n_rows, n_heads, first_head, lo, hi, n_steps, scale_log2,
-                    q, k0, k1, ready, stat, False,
+                    q, k0, k1, ready, stat,
                 )),
                 (_produce, (
                     q_ptr, latent_ptr, rope_ptr, rows_ptr, n_rows, n_heads, first_head, lo, hi, n_steps,
