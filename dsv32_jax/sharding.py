@@ -166,6 +166,11 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(*logical))
 
 
+def replicated(tree: Any) -> Any:
+    """Give every device, and so every process, the whole of each array."""
+    return jax.tree.map(constrain, tree)
+
+
 def types_checked() -> bool:
     """Whether results are checked by types of varying axes; those of GPU kernels carry none."""
     return jax.default_backend() != "gpu"

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
-from dsv32_jax import compiling, parameters, segments
+from dsv32_jax import compiling, parameters, segments, sharding
 from dsv32_jax.block import LayerStats
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.mla import AttentionMode
@@ -80,7 +80,7 @@ def _loss_fn(cfg: ModelConfig, mode: AttentionMode) -> Callable[[Parameters, Bat
         predicts_BT = segments.next_is_same(batch.segment_ids)
         beyond_BT = beyond_topk(batch.segment_ids, cfg.indexer.topk)
         sums = (loss_BT, predicts_BT, jnp.where(beyond_BT, loss_BT, 0.0), beyond_BT)
-        return tuple(jnp.sum(x, axis=1, dtype=jnp.float32) for x in sums)
+        return sharding.replicated(tuple(jnp.sum(x, axis=1, dtype=jnp.float32) for x in sums))
 
     return jax.jit(run, compiler_options=compiling.compiler_options())
 
@@ -150,9 +150,10 @@ def _recall_fn(cfg: ModelConfig) -> Callable[[Parameters, Batch], RecallSums]:
         parts = [_probed(output.dense), _probed(output.moe)]
         if output.mtp is not None:
             parts.append(jax.tree.map(lambda x: x[None], output.mtp.probe))
-        return jax.tree.map(
+        layers = jax.tree.map(
             lambda *xs: jnp.concatenate(xs), *(part for part in parts if part is not None)
         )
+        return sharding.replicated(layers)
 
     return jax.jit(run, compiler_options=compiling.compiler_options())
 

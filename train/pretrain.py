@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from dsv32_jax import command_line, json_files, sharding
 from dsv32_jax.errors import UsageError
 from dsv32_jax.parameters import Parameters
-from train import command, evidence, overrides, report
+from train import command, evidence, hosts, overrides, report
 from train.data import loader, mixture
 from train.data.corpus import Corpus, open_corpora
 from train.loop import Leg, LegResult, run_leg
@@ -58,7 +58,7 @@ def main(cfg: RunConfig, workdir: Path) -> int:
     """
     began = time.monotonic()
     if cfg.distributed:
-        jax.distributed.initialize()
+        hosts.join()
     if _is_finished(cfg, workdir):
         logger.info("this run is finished")
         _show_report(workdir)
