@@ -1,13 +1,22 @@
-"""Join the other processes of a run. Cloud TPU, GKE, Slurm and MPI are recognised; bare processes say which one they are."""
+"""Join the other processes of a run, agree with them, and say when one is gone.
 
+Cloud TPU, GKE, Slurm and MPI jobs are recognised by jax; bare processes say in the environment which one they are.
+"""
+
+import contextlib
 import os
+from collections.abc import Iterator
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
-from dsv32_jax.errors import UsageError
+from dsv32_jax.errors import UsageError, WorkFailedError
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-HINT = "`python -m train.doctor` says what is wrong"
+SHUTDOWN_S = 15  # how long a process that ends waits for the others to end too
+# What a collective or the coordination service says when the process at its other end is gone.
+LOST = ("Gloo", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Connection", "NCCL", "task died")
 
 
 def join(*, timeout_s: int = 300) -> None:
@@ -24,15 +33,17 @@ def join(*, timeout_s: int = 300) -> None:
     """
     place = bare_process()
     try:
-        jax.distributed.initialize(**place, initialization_timeout=timeout_s)
+        jax.distributed.initialize(
+            **place, initialization_timeout=timeout_s, shutdown_timeout_seconds=SHUTDOWN_S
+        )
     except ValueError as error:
         raise UsageError(
-            f"distributed=true: no Cloud TPU, GKE, Slurm or MPI job is recognised here ({error}); for bare processes set"
-            f" {ADDRESS}=HOST:PORT, {COUNT} and {INDEX}"
+            f"distributed=true: no Cloud TPU, GKE, Slurm or MPI job is recognised here ({error});"
+            f" for bare processes set {ADDRESS}=HOST:PORT, {COUNT} and {INDEX}"
         ) from error
     except RuntimeError as error:
         raise UsageError(
-            f"distributed=true: the other processes did not come within {timeout_s} s; {HINT} ({error})"
+            f"distributed=true: the other processes did not come within {timeout_s} s ({error})"
         ) from error
 
 
@@ -47,7 +58,9 @@ def bare_process() -> dict[str, str | int]:
         return {}
     missing = [name for name in (ADDRESS, COUNT, INDEX) if name not in given]
     if missing:
-        raise UsageError(f"{', '.join(given)} set but not {', '.join(missing)}: set all three or none")
+        raise UsageError(
+            f"{', '.join(given)} set but not {', '.join(missing)}: set all three or none"
+        )
     host, _, port = given[ADDRESS].rpartition(":")
     if not host or not port.isdecimal():
         raise UsageError(f"{ADDRESS}={given[ADDRESS]} must be HOST:PORT")
@@ -58,3 +71,30 @@ def bare_process() -> dict[str, str | int]:
     if index >= count:
         raise UsageError(f"{INDEX}={index} must be below {COUNT}={count}")
     return {"coordinator_address": given[ADDRESS], "num_processes": count, "process_id": index}
+
+
+def any_process(flag: bool) -> bool:
+    """Tell whether a flag is set on any process; every process asks at the same step."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.bool_(flag))))
+
+
+@contextlib.contextmanager
+def losses_named() -> Iterator[None]:
+    """Say in the `with` block that another process is gone, where a collective of several fails for it.
+
+    The process whose number is 0 coordinates the others: when it is gone, jax ends them itself, with status 134.
+
+    Raises:
+        WorkFailedError: In place of the collective's error.
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if jax.process_count() == 1 or not any(word in str(error) for word in LOST):
+            raise
+        raise WorkFailedError(
+            "a process of this run is gone; start all of them again to go on from the last checkpoint"
+            f" ({str(error).splitlines()[0][:200]})"
+        ) from error

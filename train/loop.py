@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from dsv32_jax import json_files, sharding
 from dsv32_jax.errors import WorkFailedError
 from dsv32_jax.parameters import Parameters
-from train import overrides, progress
+from train import hosts, overrides, progress
 from train import state as states
 from train.checkpoint import Checkpoints
 from train.data import loader
@@ -71,9 +71,9 @@ class StoppedError(WorkFailedError):
     """A signal stopped the run; it goes on when the command is run again. Exit status 128 + the signal's number."""
 
     def __init__(self, reason: str, message: str):
-        """Keep the message; `reason` is the signal's name."""
+        """Keep the message; `reason` is the signal's name, or empty where another process had it."""
         super().__init__(message)
-        self.exit_status = 128 + signal.Signals[reason].value
+        self.exit_status = 128 + signal.Signals[reason or "SIGTERM"].value
 
 
 def run_leg(
@@ -195,13 +195,15 @@ class _Trainer:
                 step += 1
                 self._record(log, step, numbers, rates)
                 self._checkpoints.poll()
-                stopping = stop.requested  # read once: a signal during the save is the next step's
+                # Read once: a signal during the save is the next step's, on every process alike.
+                stopping = hosts.any_process(stop.requested)
                 self._save(step, state, numbers, force=stopping or step == steps)
                 if stopping and step < steps:
                     self._checkpoints.wait()
+                    word = stop.reason or "a signal to another process"
                     raise StoppedError(
                         stop.reason,
-                        f"{stop.reason} at step {step} of {leg.name}: saved in "
+                        f"{word} at step {step} of {leg.name}: saved in "
                         f"{self._checkpoints.last_good_path}; run the same command to go on",
                     )
 

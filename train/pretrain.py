@@ -70,7 +70,7 @@ def main(cfg: RunConfig, workdir: Path) -> int:
         corpora = open_corpora(cfg.data)
         mixture.check_vocab(corpora, cfg.model.vocab_size)
         held_out = None if cfg.evidence is None else _held_out_rows(cfg, cfg.evidence, corpora)
-    with jax.set_mesh(mesh):
+    with hosts.losses_named(), jax.set_mesh(mesh):
         legs = legs_of(cfg, workdir, start)
         results = _run_stages(cfg, mesh, corpora, legs, start)
         figures: dict[str, Any] = {}
