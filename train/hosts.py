@@ -6,6 +6,7 @@ Cloud TPU, GKE, Slurm and MPI jobs are recognised by jax; bare processes say in 
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,11 +44,12 @@ def join(*, timeout_s: int = 300) -> None:
         ) from error
     except RuntimeError as error:
         raise UsageError(
-            f"distributed=true: the other processes did not come within {timeout_s} s ({error})"
+            f"distributed=true: the other processes did not come within {timeout_s} s;"
+            f" `python -m train.doctor` on every host says why ({error})"
         ) from error
 
 
-def bare_process() -> dict[str, str | int]:
+def bare_process() -> dict[str, Any]:
     """Return the arguments of `jax.distributed.initialize` that the environment gives; none if it says nothing.
 
     Raises:
