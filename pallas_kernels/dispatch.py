@@ -18,7 +18,7 @@ GPU_PACKAGE = "triton"  # of the extra `gpu`
 
 
 def choose(
-    op: str, implementation: str | None, backends: Mapping[str, Callable[[], None] | None]
+    op: str, implementation: str | None, backends: Mapping[str, Callable[[], object] | None]
 ) -> str:
     """Return the implementation to run: the named one, or the first that takes the input.
 
@@ -56,7 +56,7 @@ def choose(
     raise NotImplementedError("; ".join(reasons))
 
 
-def _check(op: str, name: str, check: Callable[[], None] | None) -> None:
+def _check(op: str, name: str, check: Callable[[], object] | None) -> None:
     try:
         if check is not None:
             check()
