@@ -2,15 +2,13 @@
 
 import argparse
 import dataclasses
-import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import timing
 from flax import nnx
 
 from dsv32_jax import config, layers, segments, sharded_ops, sharding
@@ -19,22 +17,6 @@ from pallas_kernels.fp8 import op as fp8
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 FORMS = {"dense": ("dense", 0), "masked": ("sparse", 2**30), "gathered": ("sparse", 0)}
-
-
-def median_ms(run: Callable[..., Any], arguments: tuple[Any, ...], rounds: int) -> float:
-    """Return the median milliseconds of a call, calls back to back for about 50 ms a round."""
-    jax.block_until_ready(run(*arguments))
-    began = time.perf_counter()
-    jax.block_until_ready(run(*arguments))
-    calls = max(1, int(0.05 / (time.perf_counter() - began)))
-    times = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        for _ in range(calls):
-            out = run(*arguments)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - began) / calls)
-    return float(np.median(times)) * 1e3
 
 
 def make_layer(cfg: config.ModelConfig, masked_max_len: int) -> MLA:
@@ -55,7 +37,7 @@ def whole_ms(cfg: config.ModelConfig, form: str, length: int, rounds: int) -> fl
     documents = segments.from_ids(jnp.ones((1, length), jnp.int32))
     run = jax.jit(lambda layer, x: layer(x, documents, mode=mode)[0])
     x = normal(1, 1, length, cfg.dim)
-    return median_ms(run, (make_layer(cfg, masked_max_len), x), rounds)
+    return 1e3 * timing.median_seconds(run, (make_layer(cfg, masked_max_len), x), rounds)
 
 
 def end_ms(cfg: config.ModelConfig, form: str, length: int, last: int, rounds: int) -> float:
@@ -94,7 +76,9 @@ def end_ms(cfg: config.ModelConfig, form: str, length: int, last: int, rounds: i
         keys = jax.jit(fp8.simulate)(keys) if cfg.indexer.fp8 else keys
         before = (normal(2, 1, length, sizes.kv_lora_rank + sizes.rope_dim), keys)
     run = jax.jit(dense if form == "dense" else sparse)
-    return median_ms(run, (make_layer(cfg, 0), normal(1, 1, last, cfg.dim), *before), rounds)
+    return 1e3 * timing.median_seconds(
+        run, (make_layer(cfg, 0), normal(1, 1, last, cfg.dim), *before), rounds
+    )
 
 
 def main() -> None:
@@ -103,14 +87,16 @@ def main() -> None:
         description=__doc__,
         epilog="example: python benchmarks/attention_layer.py --lengths 8192 131072 --fp8 --kernels fp8",
     )
-    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
+    parser.add_argument("--lengths", nargs="+", type=timing.count, default=list(LENGTHS))
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
     parser.add_argument("--masked-to", type=int, default=32768, help="longest masked form (32768)")
     parser.add_argument("--whole-to", type=int, default=131072, help="longest whole pass (131072)")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=timing.count, default=5)
     parser.add_argument("--fp8", action="store_true", help="indexer in FP8, as the released model")
     parser.add_argument("--kernels", choices=("auto", "fp8", "reference"), default="auto")
-    parser.add_argument("--last", type=int, default=4096, help="tokens that are the end (4096)")
+    parser.add_argument(
+        "--last", type=timing.count, default=4096, help="tokens that are the end (4096)"
+    )
     parser.add_argument("--json", type=Path, help="also write the results here")
     args = parser.parse_args()
     cfg = config.v32_671b()
@@ -120,11 +106,14 @@ def main() -> None:
     print(f"{device.device_kind}; jax {jax.__version__}; {time.strftime('%Y-%m-%d')}; {args}")
     print("| tokens | form | ms | us/token | us/token at the end | dense / this at the end |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
-    results = []
+    report = timing.Report(args.json, options=vars(args) | {"json": None})
+    forms = [
+        form for form in FORMS if form in args.forms
+    ]  # dense first: the others are compared with it
     with jax.set_mesh(sharding.make_mesh(sharding.MeshConfig())):
         for length in args.lengths:
             at_end: dict[str, float] = {}
-            for form in args.forms:
+            for form in forms:
                 if form == "masked" and length > args.masked_to:
                     continue
                 cells = [f"{length:,}", form, "-", "-", "-", "-"]
@@ -140,10 +129,8 @@ def main() -> None:
                     if "dense" in at_end:
                         cells[5] = f"{at_end['dense'] / at_end[form]:.2f}"
                 print("| " + " | ".join(cells) + " |", flush=True)
-                results.append(result)
+                report.add(result)
     if args.json:
-        report = {"device": device.device_kind, "jax": jax.__version__, "results": results}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
         print(f"written to {args.json}")
 
 

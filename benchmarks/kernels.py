@@ -3,21 +3,17 @@
 import argparse
 import functools
 import itertools
-import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import timing
 from attention_cases import GROUPS as ATTENTION
-from kernel_cases import Arrays, Case, normal
+from kernel_cases import Case, normal
 from selection_cases import GROUPS as SELECTION
 
-ROUND_S = 0.05  # one timed round lasts about this long
 GROUPS = ATTENTION | SELECTION
 
 
@@ -36,22 +32,6 @@ class Result:
     note: str = ""
 
 
-def median_seconds(run: Callable[..., Any], arguments: Arrays, rounds: int) -> float:
-    """Return the median over rounds of the mean time of back-to-back calls."""
-    jax.block_until_ready(run(*arguments))
-    began = time.perf_counter()
-    jax.block_until_ready(run(*arguments))
-    calls = max(1, int(ROUND_S / max(time.perf_counter() - began, 1e-6)))
-    times = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        for _ in range(calls):
-            out = run(*arguments)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - began) / calls)
-    return float(np.median(times))
-
-
 def ceilings(rounds: int) -> dict[str, float]:
     """Measure operations and bytes a second of one large product and one large copy, random data."""
     a, b = normal(0, (8192, 8192), (8192, 8192))
@@ -60,9 +40,9 @@ def ceilings(rounds: int) -> dict[str, float]:
     eight = tuple(x.astype(jnp.float8_e4m3fn) for x in (a, b))
     (big,) = normal(0, (2**29,), dtype=jnp.float32)
     return {
-        "bf16 matmul": 2 * 8192**3 / median_seconds(product, (a, b), rounds),
-        "fp8 matmul": 2 * 8192**3 / median_seconds(product8, eight, rounds),
-        "copy": 2 * big.nbytes / median_seconds(jax.jit(lambda x: x + 1), (big,), rounds),
+        "bf16 matmul": 2 * 8192**3 / timing.median_seconds(product, (a, b), rounds),
+        "fp8 matmul": 2 * 8192**3 / timing.median_seconds(product8, eight, rounds),
+        "copy": 2 * big.nbytes / timing.median_seconds(jax.jit(lambda x: x + 1), (big,), rounds),
     }
 
 
@@ -70,7 +50,7 @@ def measure(case: Case, ceiling: dict[str, float], rounds: int) -> Result:
     """Time one case; an implementation that cannot take it gives a note."""
     names = {k: getattr(case, k) for k in ("kernel", "shape", "backend", "ceiling")}
     try:
-        seconds = median_seconds(case.run, case.make(), rounds)
+        seconds = timing.median_seconds(case.run, case.make(), rounds)
         error = None if case.error is None else case.error()
     except NotImplementedError as reason:
         return Result(**names, note=str(reason))
@@ -100,7 +80,9 @@ def main() -> None:
         epilog="example: python benchmarks/kernels.py --kernels sparse_mla topk_select --json kernels.json",
     )
     parser.add_argument("--kernels", nargs="+", choices=list(GROUPS), default=list(GROUPS))
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each case (7)")
+    parser.add_argument(
+        "--rounds", type=timing.count, default=7, help="timed rounds of each case (7)"
+    )
     parser.add_argument("--json", type=Path, help="also write the results here")
     args = parser.parse_args()
     device = jax.devices()[0]
@@ -109,14 +91,11 @@ def main() -> None:
     print("; ".join(f"{name} {rate / 1e12:.3g} T/s" for name, rate in ceiling.items()))
     print("| kernel | shape | backend | us (median) | rate | of the measured ceiling | error |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
-    report: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__}
-    report |= {"date": time.strftime("%Y-%m-%d"), "ceilings": ceiling, "results": []}
+    report = timing.Report(args.json, ceilings=ceiling)
     for case in itertools.chain.from_iterable(GROUPS[name]() for name in args.kernels):
         result = measure(case, ceiling, args.rounds)
         print(row(result), flush=True)
-        report["results"].append(asdict(result))
-        if args.json:  # after each case: a run that is cut short keeps what it has
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
+        report.add(asdict(result))
     if args.json:
         print(f"written to {args.json}")
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import timing
 
 from dsv32_jax import config, parameters, sharding
 from train import state as states
@@ -29,10 +30,12 @@ def main() -> None:
         epilog="example: python benchmarks/train_step.py --preset gpu_100m --batch 8 --seq-len 4096 --remat full",
     )
     parser.add_argument("--preset", choices=sorted(config.PRESETS), default="cpu_1m")
-    parser.add_argument("--batch", type=int, help="rows; default by preset")
-    parser.add_argument("--seq-len", type=int, help="tokens per row; default by preset")
+    parser.add_argument("--batch", type=timing.count, help="rows; default by preset")
+    parser.add_argument("--seq-len", type=timing.count, help="tokens per row; default by preset")
     parser.add_argument("--remat", choices=("none", "dots", "full"), help="default: the preset's")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps after the first (10)")
+    parser.add_argument(
+        "--steps", type=timing.count, default=10, help="timed steps after the first (10)"
+    )
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     args = parser.parse_args()
     batch, seq_len = DEFAULT_SHAPES.get(args.preset, (8, 256))

@@ -78,7 +78,7 @@ class MLAConfig:
         fp8_latent: Round the latent to e4m3 with power-of-two scales, as the production cache stores it.
         masked_max_len: Sparse attention over at most this many keys runs as masked dense attention in MHA
             form; longer ones gather the selected rows in absorbed MQA form. The two are equal to rounding, and on an
-            H200 equally fast at 14,000 tokens of the released model.
+            H200 equally fast at 14,000 tokens of the released model, where the mask takes memory that grows faster.
     """
 
     n_heads: int
@@ -226,9 +226,9 @@ class ModelConfig:
         dtype: Dtype of activations and matrix products; parameters are kept in float32.
         remat: What the backward pass recomputes in each layer: nothing, all but matrix products, everything.
         scan_unroll: Layers per step of the scan over stacked layers; more compiles longer and may run faster.
-        kernels: What runs attention and selection. "auto": the best kernel for the device and shapes, none of which
-            changes the selected set. "fp8": the same, but keys of whole sequences are scored by FP8 products, faster;
-            tensor cores add them with few bits, so about 1 key of 10,000 is another. "reference": the plain-jnp
+        kernels: What runs attention, selection and experts. "auto": the best kernel for the device and shapes, none of
+            which changes the selected set. "fp8": the same, but keys of whole sequences are scored by FP8 products,
+            faster; tensor cores add them with few bits, so about 1 key of 10,000 is another. "reference": the plain-jnp
             definitions, which run anywhere.
         deterministic: Sum the gradients of keys that many queries list in an order that never changes, where a kernel
             would take the order in which they come; slower. Off, a resumed run on a GPU equals one that went on to
@@ -279,7 +279,7 @@ class ModelConfig:
 
     @property
     def implementation(self) -> str | None:
-        """The `implementation` argument of every op of attention, selection and their loss but the one below."""
+        """The `implementation` argument of every op but the one below."""
         return "reference" if self.kernels == "reference" else None
 
     @property

@@ -115,6 +115,7 @@ def run_experts(
     gates_NA: Float[Array, "N A"],
     weights: tuple[Array, Array, Array],
     first_expert: Int[Array, ""] | int = 0,
+    implementation: str | None = None,
 ) -> Float[Array, "N D"]:
     """Sum the gated outputs of each token's experts that are held here.
 
@@ -126,6 +127,7 @@ def run_experts(
         gates_NA: float32 weights.
         weights: (w1 [E, D, F], w3 [E, D, F], w2 [E, F, D]) of the local experts.
         first_expert: Index of the first local expert.
+        implementation: Of `grouped_matmul`.
 
     Returns:
         float32 sums; choices of experts held elsewhere add nothing.
@@ -139,7 +141,9 @@ def run_experts(
     x_MD = _to_rows(x_ND, plan.token, plan.row)
 
     def multiply(x: Array, w: Array) -> Array:
-        return pallas_kernels.grouped_matmul(x, w, plan.sizes, align=block)
+        return pallas_kernels.grouped_matmul(
+            x, w, plan.sizes, align=block, implementation=implementation
+        )
 
     hidden_MF = layers.swiglu(multiply(x_MD, w1_EDF), multiply(x_MD, w3_EDF))
     out_NAD = _from_rows(multiply(hidden_MF, w2_EFD), plan.token, plan.row)
@@ -168,6 +172,7 @@ class MoE(nnx.Module):
             rngs: Source of randomness.
         """
         moe, dim, std = cfg.moe, cfg.dim, cfg.init_std
+        self.cfg = cfg
         self.gate = Gate(cfg, rngs=rngs)
         self.w1 = layers.normal(rngs, (moe.n_experts, dim, moe.expert_dim), std)
         self.w3 = layers.normal(rngs, (moe.n_experts, dim, moe.expert_dim), std)
@@ -188,12 +193,16 @@ class MoE(nnx.Module):
         """
         routing = self.gate(x_BTD, documents)
         weights = (self.w1[...], self.w3[...], self.w2[...])
-        routed_BTD = _sharded_experts(x_BTD, routing.experts, routing.gates, weights)
+        routed_BTD = _sharded_experts(
+            x_BTD, routing.experts, routing.gates, weights, self.cfg.implementation
+        )
         out_BTD = routed_BTD + self.shared(x_BTD).astype(jnp.float32)
         return out_BTD.astype(x_BTD.dtype), routing
 
 
-def _sharded_experts(x: Array, experts: Array, gates: Array, weights: tuple) -> Array:
+def _sharded_experts(
+    x: Array, experts: Array, gates: Array, weights: tuple, implementation: str | None
+) -> Array:
     """Gather the tokens of the expert axis, run the local experts on them, and sum back to each token's device.
 
     A batch or a sequence that its mesh axes do not divide, such as one prompt's piece, is on every device instead.
@@ -209,7 +218,8 @@ def _sharded_experts(x: Array, experts: Array, gates: Array, weights: tuple) -> 
                 x, experts, gates = jax.lax.all_gather((x, experts, gates), "expert", tiled=True)
             first_expert = jax.lax.axis_index("expert") * weights[0].shape[0]
         x_ND, experts_NA, gates_NA = (a.reshape(-1, a.shape[-1]) for a in (x, experts, gates))
-        out = run_experts(x_ND, experts_NA, gates_NA, weights, first_expert).reshape(x.shape)
+        out = run_experts(x_ND, experts_NA, gates_NA, weights, first_expert, implementation)
+        out = out.reshape(x.shape)
         if sharded:
             out = jax.lax.psum(out, "tensor")
             if split:

@@ -137,6 +137,20 @@ def check_keyword(op: str, name: str, value: int, minimum: int) -> None:
         raise ValueError(f"{op}: {name}={value} must be at least {minimum}")
 
 
+def check_width(op: str, queries: int, keys: int) -> None:
+    """Raise ValueError if queries and keys have different numbers of columns."""
+    if queries != keys:
+        raise ValueError(f"{op}: queries have {queries} columns and keys {keys}")
+
+
+def number(op: str, name: str, value: Any) -> float:
+    """Return an option as a number that kernels are compiled with; raise ValueError if it is traced or no number."""
+    try:
+        return float(value)
+    except (TypeError, jax.errors.JAXTypeError) as error:
+        raise ValueError(f"{op}: {name} must be a number, not a traced array") from error
+
+
 def check_causal(op: str, causal: bool, n_queries: int, n_keys: int) -> None:
     """Raise ValueError if a causal promise is given for queries and keys of different length."""
     if causal and n_queries != n_keys:

@@ -1,5 +1,6 @@
 """Public op: attention over a range of keys, in MHA form."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch, query_blocks
@@ -40,10 +41,13 @@ def dense_mla(
         (out in the dtype of `v`, lse float32, natural log). An empty row gives out 0, lse -inf and zero gradients.
 
     Raises:
-        ValueError: If `implementation` is unknown, or `causal` is given with T != S.
+        ValueError: If `implementation` is unknown, `causal` is given with T != S, queries and keys differ in width, or
+            `scale` is traced.
         NotImplementedError: If the named implementation cannot take the input.
     """
     dispatch.check_causal("dense_mla", causal, q_THD.shape[-3], k_SHD.shape[-3])
+    dispatch.check_width("dense_mla", q_THD.shape[-1], k_SHD.shape[-1])
+    scale = dispatch.number("dense_mla", "scale", scale)
 
     def check() -> None:
         dispatch.require_hopper()
@@ -53,6 +57,9 @@ def dense_mla(
     if dispatch.choose("dense_mla", implementation, choices) == "pallas_gpu":
         ranges = {"start": start, "end": end, "selected": selected}
         return dispatch.load(PALLAS).dense_mla(q_THD, k_SHD, v_SHU, scale=scale, **ranges)
+    if 0 in (*q_THD.shape, *k_SHD.shape):
+        out = jnp.zeros((*q_THD.shape[:-1], v_SHU.shape[-1]), v_SHU.dtype)
+        return out, jnp.full(q_THD.shape[:-1], -jnp.inf, jnp.float32)
     block = query_blocks.rows_per_block(k_SHD.shape[-3] * k_SHD.shape[-2])
 
     def attend_block(rows: tuple, keys: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -42,8 +42,8 @@ def grouped_matmul(
         w_EKN: One weight per group.
         group_sizes: int, each a multiple of `align`, summing to at most M (not checked: a traced value).
         align: Rows that share one weight in the blocked form; divides M.
-        implementation: "pallas_gpu" (Hopper, bfloat16, K and N multiples of 64, at least 256), "ragged_dot" or
-            "blocked"; None picks the best.
+        implementation: "pallas_gpu" (Hopper, bfloat16, K and N multiples of 64, at least 256), "ragged_dot", "blocked",
+            or "reference" for the better of those two; None picks the best.
 
     Returns:
         Products in the dtype of `x_MK`.
@@ -55,10 +55,15 @@ def grouped_matmul(
     if align < 1 or x_MK.shape[0] % align:
         raise ValueError(f"grouped_matmul: align={align} must divide M={x_MK.shape[0]}")
 
+    if 0 in (*x_MK.shape, *w_EKN.shape):
+        return jnp.zeros((x_MK.shape[0], w_EKN.shape[2]), x_MK.dtype)
+
     def check() -> None:
         dispatch.require_hopper()
         dispatch.load(PALLAS).check(x_MK, w_EKN)
 
+    if implementation == "reference":
+        implementation = preferred_order()[0]
     choices = {"pallas_gpu": check, **dict.fromkeys(preferred_order())}
     name = dispatch.choose("grouped_matmul", implementation, choices)
     if name == "pallas_gpu":

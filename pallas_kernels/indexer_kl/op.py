@@ -61,6 +61,8 @@ def indexer_kl(
     Source: DeepSeek-V3.2 report, section 2.1, eqs. 3 and 4.
     """
     dispatch.check_causal("indexer_kl", causal, q_TJX.shape[-3], k_SX.shape[-2])
+    dispatch.check_width("indexer_kl", attn_q_THD.shape[-1], attn_k_SHD.shape[-1])
+    scale = dispatch.number("indexer_kl", "scale", scale)
     attn_q_THD, attn_k_SHD, lse_TH = jax.lax.stop_gradient((attn_q_THD, attn_k_SHD, lse_TH))
 
     def check() -> None:
@@ -135,6 +137,8 @@ def sparse_indexer_kl(
 
     Source: DeepSeek-V3.2 report, section 2.1, eq. 4.
     """
+    dispatch.check_width("sparse_indexer_kl", attn_q_THD.shape[-1], kv_SD.shape[-1])
+    scale = dispatch.number("sparse_indexer_kl", "scale", scale)
     attn_q_THD, kv_SD, lse_TH = jax.lax.stop_gradient((attn_q_THD, kv_SD, lse_TH))
 
     def check() -> None:

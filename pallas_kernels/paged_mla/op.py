@@ -48,6 +48,7 @@ def paged_mla(
     dim, width = q_THD.shape[-1], latent_NC.shape[-1] + rope_NR.shape[-1]
     if dim != width:
         raise ValueError(f"paged_mla: queries have {dim} dims, latent and rope key {width}")
+    scale = dispatch.number("paged_mla", "scale", scale)
     if (latent_NC.dtype.itemsize == 1) != (latent_scale_NG is not None):
         raise ValueError(
             f"paged_mla: a {latent_NC.dtype} latent {'needs' if latent_scale_NG is None else 'has no'} scales"

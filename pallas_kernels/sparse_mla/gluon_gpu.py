@@ -33,8 +33,8 @@ def check(q_THD: Array, kv_SD: Array, topk_idx_TK: Array, *, scale: float, value
         )
     if not scale > 0:
         raise NotImplementedError(f"takes a positive scale, got {scale}")
-    if q_THD.shape[-3] * -(-q_THD.shape[-2] // HEADS_PER_TILE) >= 2**31:
-        raise NotImplementedError("takes fewer than 2**31 tiles of 64 heads")
+    if q_THD.shape[-3] * -(-q_THD.shape[-2] // HEADS_PER_TILE) >= 2**30:
+        raise NotImplementedError("takes fewer than 2**30 tiles of 64 heads")
 
 
 def forward(

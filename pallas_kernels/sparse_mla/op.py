@@ -31,7 +31,8 @@ def sparse_mla(
     """Attend to the listed keys of one key-value head that all query heads share.
 
     `out[t, h] = sum_i softmax_i(scale * q[t, h] . kv[idx[t, i]]) kv[idx[t, i], :value_dim]` over the valid slots i.
-    Slots with -1 or an index outside [0, S) are ignored; a duplicate counts once a slot.
+    Slots with -1 or an index outside [0, S) are ignored; a duplicate counts once a slot. Kernels take rows of up to 576
+    columns, 512 of them values, in copies padded to widths of theirs, up to those.
 
     Args:
         q_THD: Absorbed queries (latent part first, then rope part).
@@ -48,7 +49,8 @@ def sparse_mla(
         out 0, lse -inf and zero gradients.
 
     Raises:
-        ValueError: If `value_dim` is outside [1, D] or `implementation` is unknown.
+        ValueError: If `value_dim` is outside [1, D], queries and keys differ in width, `scale` is traced or
+            `implementation` is unknown.
         NotImplementedError: If the named implementation cannot take the input.
 
     Source: DeepSeek-V3.2 report, eq. 2 and appendix A (MQA mode).
@@ -56,11 +58,15 @@ def sparse_mla(
     dim = kv_SD.shape[-1]
     if not 1 <= value_dim <= dim:
         raise ValueError(f"sparse_mla: value_dim={value_dim} must be in [1, {dim}]")
-
+    dispatch.check_width("sparse_mla", q_THD.shape[-1], dim)
+    scale = dispatch.number("sparse_mla", "scale", scale)
     fit = functools.partial(_fit, q_THD, kv_SD, topk_idx_TK, scale, value_dim)
     choices = {name: functools.partial(fit, name) for name in KERNELS}
     name = dispatch.choose("sparse_mla", implementation, {**choices, "reference": None})
     if name == "reference":
+        if 0 in (*q_THD.shape, *kv_SD.shape, *topk_idx_TK.shape):
+            out = jnp.zeros((*q_THD.shape[:-1], value_dim), kv_SD.dtype)
+            return out, jnp.full(q_THD.shape[:-1], -jnp.inf, jnp.float32)
         return _reference(q_THD, kv_SD, topk_idx_TK, scale, value_dim)
     batch = q_THD.shape[:-3]
     options = _Options(name, implementation, scale, value_dim, deterministic)
@@ -74,17 +80,16 @@ def _fit(
     """Return the widths of values and of the rest at which a backend takes the rows: their own, or padded.
 
     Raises:
-        NotImplementedError: If it takes them at none; says why not at their own.
+        NotImplementedError: If it takes them at none; says why not at the widest tried.
     """
     dispatch.require_hopper()
     if 0 in (*q.shape, *kv.shape, *topk_idx.shape):
         raise NotImplementedError("an axis of length 0")
     check = dispatch.load(FOLDER + backend).check
-    rest = kv.shape[-1] - value_dim
+    own = _split(value_dim, kv.shape[-1])
+    fitting = [widths for widths in PADDED if widths[0] >= own[0] and widths[1] >= own[1]]
     refusals: list[NotImplementedError] = []
-    for widths in ((value_dim, rest), *PADDED):
-        if widths[0] < value_dim or widths[1] < rest:
-            continue
+    for widths in (own, *fitting):
         rows = (jax.ShapeDtypeStruct((*x.shape[:-1], sum(widths)), x.dtype) for x in (q, kv))
         try:
             check(*rows, topk_idx, scale=scale, value_dim=widths[0])
@@ -92,7 +97,13 @@ def _fit(
             refusals.append(reason)
         else:
             return widths
-    raise refusals[0]
+    raise refusals[-1]
+
+
+def _split(value_dim: int, dim: int) -> tuple[int, int]:
+    """Return how many columns are treated as values and how many as the rest: surplus columns become values unread."""
+    values = max(value_dim, dim - PADDED[0][1])
+    return values, dim - values
 
 
 def one_sequence(
@@ -125,7 +136,8 @@ def _attend(q: Array, kv: Array, topk_idx: Array, options: _Options) -> tuple[Ar
     """Run a kernel's forward."""
     name, _, scale, value_dim, _ = options
     widths = _fit(q, kv, topk_idx, scale, value_dim, name)
-    rows = (padding.spread(x, value_dim, widths) for x in (q, kv))
+    values, _ = _split(value_dim, kv.shape[-1])
+    rows = (padding.spread(x, values, widths) for x in (q, kv))
     forward = dispatch.load(FOLDER + name).forward
     out, lse = forward(*rows, topk_idx, scale=scale, value_dim=widths[0])
     return out[..., :value_dim], lse
@@ -155,14 +167,15 @@ def _attend_backward(options: _Options, residuals: tuple, cotangents: tuple) -> 
         return *pull(cotangents), None
     widths = fit(name)
     d_out, d_lse = cotangents
-    rows = (padding.spread(x, value_dim, widths) for x in (q, kv))
+    values, _ = _split(value_dim, kv.shape[-1])
+    rows = (padding.spread(x, values, widths) for x in (q, kv))
     out, d_out = (padding.pad_columns(x, widths[0]) for x in (out, d_out))
     keywords = {"deterministic": True} if options.deterministic else {}
     backward = dispatch.load(FOLDER + KERNELS[name]).backward
     gradients = backward(
         *rows, topk_idx, out, lse, d_out, d_lse, scale=scale, value_dim=widths[0], **keywords
     )
-    return *(padding.gather(x, value_dim, kv.shape[-1], widths) for x in gradients), None
+    return *(padding.gather(x, values, kv.shape[-1], widths) for x in gradients), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

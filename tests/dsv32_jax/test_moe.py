@@ -199,3 +199,21 @@ def test_bf16_tokens_are_summed_in_float32_and_rounded_once(rng, cfg, layer, mon
     expected = routed.reshape(x.shape) + layer.shared(x).astype(jnp.float32)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out, expected.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(("kernels", "asked"), [("reference", "reference"), ("auto", None)])
+def test_the_config_chooses_what_runs_the_experts(rng, cfg, monkeypatch, kernels, asked):
+    seen = []
+    plain = moe.pallas_kernels.grouped_matmul
+
+    def record(*arrays, implementation, **options):
+        seen.append(implementation)
+        return plain(*arrays, **options)
+
+    monkeypatch.setattr(moe.pallas_kernels, "grouped_matmul", record)
+    layer = moe.MoE(dataclasses.replace(cfg, kernels=kernels), rngs=nnx.Rngs(0))
+    layer(
+        jnp.asarray(rng.normal(size=(1, 40, cfg.dim))),
+        segments.from_ids(jnp.ones((1, 40), jnp.int32)),
+    )
+    assert seen == [asked] * 3

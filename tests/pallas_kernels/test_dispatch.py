@@ -128,3 +128,21 @@ def test_a_causal_promise_needs_equal_lengths():
         ValueError, match="op: causal=True needs as many queries as keys, got 4 and 5"
     ):
         dispatch.check_causal("op", True, 4, 5)
+
+
+# The ops call these first. In these tests types are checked before, so here they are called by themselves.
+
+
+def test_queries_and_keys_of_other_widths_are_refused():
+    dispatch.check_width("op", 6, 6)
+    with pytest.raises(ValueError, match="op: queries have 5 columns and keys 6"):
+        dispatch.check_width("op", 5, 6)
+
+
+def test_an_option_may_be_any_number_but_not_traced():
+    for half in (0.5, np.float32(0.5), jnp.float32(0.5)):
+        number = dispatch.number("op", "scale", half)
+        assert type(number) is float
+        assert number == 0.5
+    with pytest.raises(ValueError, match="op: scale must be a number, not a traced array"):
+        jax.jit(lambda x: dispatch.number("op", "scale", x))(0.5)

@@ -192,3 +192,15 @@ def test_attention_is_repeatable(rng, draw_ranges):
 def test_wrong_options_are_refused(rng, option, message):
     with pytest.raises(ValueError, match=message):
         run(draw(rng, (), 3, 4), ([0] * 3, [4] * 3), **option)
+
+
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(0, 4), (3, 0)])
+def test_an_empty_axis_gives_empty_rows(n_queries, n_keys):
+    arrays = (jnp.ones((n, 2, d)) for n, d in ((n_queries, 6), (n_keys, 6), (n_keys, 5)))
+    bound = jnp.zeros(n_queries, jnp.int32)
+
+    out, lse = dense_mla(*arrays, scale=1.0, start=bound, end=bound)
+
+    assert out.shape == (n_queries, 2, 5)
+    assert not np.any(out)
+    assert np.all(lse == -np.inf)

@@ -104,6 +104,11 @@ def test_one_head_and_more_keys_than_queries(rng):
     check(*draw(rng, (), 301, 1501, 1), bounds(*causal(301, 1501)))
 
 
+@pytest.mark.parametrize("n", [1, 5, 60])
+def test_fewer_rows_than_a_tile(rng, n):
+    check(*draw(rng, (), n, n, 2), bounds(*causal(n, n)))
+
+
 def test_128_heads(rng):
     check(*draw(rng, (), 256, 256, 128), bounds(*causal(256, 256)))
 

@@ -106,3 +106,24 @@ def test_an_align_that_does_not_divide_the_rows_is_refused(align):
 def test_an_unknown_implementation_is_refused(rng):
     with pytest.raises(ValueError, match="grouped_matmul: implementation='magic' must be one of"):
         run(*draw(rng, (24,)), (24,), "magic")
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (8, 0, 3, 4), (8, 2, 0, 4)])
+def test_an_empty_axis_gives_zeros(shape):
+    n_rows, groups, depth, columns = shape
+    w, sizes = jnp.ones((groups, depth, columns)), jnp.zeros(groups, jnp.int32)
+
+    out = grouped_matmul(jnp.ones((n_rows, depth)), w, sizes, align=8)
+
+    assert out.shape == (n_rows, columns)
+    assert not np.any(out)
+
+
+def test_the_reference_is_a_form_without_a_kernel(rng, monkeypatch):
+    sizes = (8, 4, 12)
+    x, w = draw(rng, sizes)
+    np.testing.assert_array_equal(
+        run(x, w, sizes, "reference"), run(x, w, sizes, op.preferred_order()[0])
+    )
+    monkeypatch.setattr(op.dispatch, "require_hopper", lambda: pytest.fail("a kernel was asked"))
+    run(x, w, sizes, "reference")

@@ -244,3 +244,16 @@ def test_an_unknown_implementation_is_refused(rng):
     q, kv, idx = (jnp.asarray(a) for a in draw(rng, (), 2, 3, 2))
     with pytest.raises(ValueError, match="sparse_mla: implementation='magic' must be one of"):
         sparse_mla(q, kv, idx, scale=1.0, value_dim=2, implementation="magic")
+
+
+@pytest.mark.parametrize("empty", ["queries", "keys", "slots"])
+def test_an_empty_axis_gives_empty_rows(empty):
+    n = {"queries": 3, "keys": 4, "slots": 2} | {empty: 0}
+    q, kv = jnp.ones((n["queries"], 2, 6)), jnp.ones((n["keys"], 6))
+    idx = jnp.zeros((n["queries"], n["slots"]), jnp.int32)
+
+    out, lse = sparse_mla(q, kv, idx, scale=1.0, value_dim=5)
+
+    assert out.shape == (n["queries"], 2, 5)
+    assert not np.any(out)
+    assert np.all(lse == -np.inf)

@@ -49,9 +49,9 @@ def calls(monkeypatch):
     return seen
 
 
-def draw(rng, batch=(), n_queries=5, n_keys=9, k=4):
-    q = jnp.asarray(rng.normal(size=(*batch, n_queries, 3, 10)), jnp.float32)
-    kv = jnp.asarray(rng.normal(size=(*batch, n_keys, 10)), jnp.float32)
+def draw(rng, batch=(), n_queries=5, n_keys=9, k=4, dim=10):
+    q = jnp.asarray(rng.normal(size=(*batch, n_queries, 3, dim)), jnp.float32)
+    kv = jnp.asarray(rng.normal(size=(*batch, n_keys, dim)), jnp.float32)
     return q, kv, jnp.asarray(rng.integers(-1, n_keys + 1, size=(*batch, n_queries, k)), jnp.int32)
 
 
@@ -130,7 +130,7 @@ def test_a_backward_that_no_kernel_takes_runs_as_the_definition(rng, calls):
 
 @pytest.mark.parametrize(
     ("value_dim", "forward_dim", "backward_dim"),
-    [(6, 10, 10), (4, 10, 576), (5, 192, 576), (10, 10, 576)],
+    [(6, 10, 10), (4, 10, 576), (5, 192, 576), (10, 10, 576), (1, 192, 576)],
 )
 def test_rows_of_other_widths_are_padded_for_the_kernels(
     rng, calls, value_dim, forward_dim, backward_dim
@@ -150,6 +150,22 @@ def test_rows_of_other_widths_are_padded_for_the_kernels(
     assert calls[1][1]["value_dim"] == (value_dim if backward_dim == 10 else backward_dim - 64)
 
 
+def test_columns_beyond_the_rest_count_as_values_that_are_not_read(rng, calls):
+    q, kv, idx = draw(rng, dim=90)
+
+    def loss(q, kv, implementation):
+        options = {"scale": 0.1, "value_dim": 7, "implementation": implementation}
+        out, lse = sparse_mla(q, kv, idx, **options)
+        assert out.shape == (5, 3, 7)
+        return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isfinite(lse), lse**2, 0.0))
+
+    got = jax.value_and_grad(loss, (0, 1))(q, kv, None)
+
+    assert_close(got, jax.value_and_grad(loss, (0, 1))(q, kv, "reference"))
+    assert calls[0][1][-1] == 90
+    assert calls[1][1]["value_dim"] == 512
+
+
 def test_an_input_that_no_kernel_takes_runs_as_the_definition(rng, calls):
     q, kv, idx = draw(rng)
     sparse_mla(q, kv, idx, scale=2.0, value_dim=6)
@@ -160,7 +176,9 @@ def test_an_input_that_no_kernel_takes_runs_as_the_definition(rng, calls):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["gluon_gpu", "pallas_gpu"])
-@pytest.mark.parametrize(("value_dim", "dim"), [(128, 160), (512, 512), (100, 120), (300, 301)])
+@pytest.mark.parametrize(
+    ("value_dim", "dim"), [(128, 160), (512, 512), (100, 120), (300, 301), (7, 90)]
+)
 def test_other_widths_agree_with_the_definition(rng, value_dim, dim, implementation):
     shapes = (50, 8, dim), (700, dim), (50, 8, value_dim)
     q, kv, d_out = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in shapes)
