@@ -5,7 +5,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import dispatch, query_blocks
 from pallas_kernels.dense_mla import reference
 
-PALLAS = "pallas_kernels.dense_mla.pallas_gpu"
+FOLDER = "pallas_kernels.dense_mla."
 
 
 def dense_mla(
@@ -45,14 +45,19 @@ def dense_mla(
     """
     dispatch.check_causal("dense_mla", causal, q_THD.shape[-3], k_SHD.shape[-3])
 
-    def check() -> None:
+    def check_gpu() -> None:
         dispatch.require_hopper()
-        dispatch.load(PALLAS).check(q_THD, k_SHD, v_SHU, scale)
+        dispatch.load(FOLDER + "pallas_gpu").check(q_THD, k_SHD, v_SHU, scale)
 
-    choices = {"pallas_gpu": check, "reference": None}
-    if dispatch.choose("dense_mla", implementation, choices) == "pallas_gpu":
+    def check_tpu() -> None:
+        dispatch.require_tpu()
+        dispatch.load(FOLDER + "pallas_tpu").check(q_THD, k_SHD, v_SHU)
+
+    choices = {"pallas_gpu": check_gpu, "pallas_tpu": check_tpu, "reference": None}
+    name = dispatch.choose("dense_mla", implementation, choices)
+    if name != "reference":
         ranges = {"start": start, "end": end, "selected": selected}
-        return dispatch.load(PALLAS).dense_mla(q_THD, k_SHD, v_SHU, scale=scale, **ranges)
+        return dispatch.load(FOLDER + name).dense_mla(q_THD, k_SHD, v_SHU, scale=scale, **ranges)
     block = query_blocks.rows_per_block(k_SHD.shape[-3] * k_SHD.shape[-2])
 
     def attend_block(rows: tuple, keys: tuple[Array, Array]) -> tuple[Array, Array]:
