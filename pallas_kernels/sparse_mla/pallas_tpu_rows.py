@@ -18,7 +18,9 @@ from pallas_kernels.mosaic_tpu import LANES, Ref
 SPARE_ROWS = 64  # invalid slots are spread over them: reads of one row would wait for each other
 FLOOR = -1e25  # above the logit of an invalid slot for any scale over 1e-4, below any other
 MIN_SCALE = 1e-4
-HEAD_MULTIPLE = 16  # heads of a query fill whole tiles of bfloat16
+HEAD_MULTIPLE = (
+    32  # whole tiles; with 16 the compiler for tpu7x in libtpu 0.0.48 crashes on the backward
+)
 SLOT_MULTIPLE = 32  # rows of slots fill whole tiles of any dtype
 ISSUE_UNROLL = 8
 
