@@ -9,15 +9,16 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import reference, tiles
 
-PALLAS = "pallas_kernels.grouped_matmul.pallas_gpu"
+FOLDER = "pallas_kernels.grouped_matmul."
+PALLAS = FOLDER + "pallas_gpu"
 
 
 def preferred_order() -> tuple[str, ...]:
     """Return "ragged_dot" first where XLA has a grouped kernel (GPU, TPU), else "blocked".
 
     On a CPU ragged_dot multiplies every row by every group: 17 ms against 1.5 ms for [4096, 128] x [8, 128, 96]
-    on 2 cores (jax 0.11.2, 2026-11-29). "pallas_gpu" is only run by name: it has been
-    interpreted and compiled, never run on a GPU.
+    on 2 cores (jax 0.11.2, 2026-11-29). "pallas_gpu" and "pallas_tpu" are only run by name: they have been
+    interpreted and compiled, never run on a device.
     """
     both = ("blocked", "ragged_dot")
     return both if jax.default_backend() == "cpu" else both[::-1]
@@ -42,8 +43,8 @@ def grouped_matmul(
         w_EKN: One weight per group.
         group_sizes: int, each a multiple of `align`, summing to at most M (not checked: a traced value).
         align: Rows that share one weight in the blocked form; divides M.
-        implementation: "ragged_dot", "blocked" or "pallas_gpu" (Hopper, bfloat16, K and N multiples of 64); None picks
-            by backend.
+        implementation: "ragged_dot", "blocked", "pallas_gpu" (Hopper, bfloat16, K and N multiples of 64) or
+            "pallas_tpu" (jax's megablox kernels); None picks by backend.
 
     Returns:
         Products in the dtype of `x_MK`.
@@ -59,8 +60,14 @@ def grouped_matmul(
         dispatch.require_hopper()
         dispatch.load(PALLAS).check(x_MK, w_EKN)
 
-    choices = {**dict.fromkeys(preferred_order()), "pallas_gpu": check}
+    def check_tpu() -> None:
+        dispatch.require_tpu()
+        dispatch.load(FOLDER + "pallas_tpu").check(x_MK, w_EKN)
+
+    choices = {**dict.fromkeys(preferred_order()), "pallas_gpu": check, "pallas_tpu": check_tpu}
     name = dispatch.choose("grouped_matmul", implementation, choices)
+    if name == "pallas_tpu":
+        return _on_tpu(x_MK, w_EKN, group_sizes)
     if name == "pallas_gpu":
         return _on_hopper(x_MK, w_EKN, group_sizes, align)
     if name == "ragged_dot":
@@ -95,3 +102,22 @@ def _pallas_bwd(align: int, saved: tuple, d_out_MN: Array) -> tuple[Array, Array
 
 
 _pallas.defvjp(_pallas_fwd, _pallas_bwd)
+
+
+@jax.custom_vjp
+def _on_tpu(x_MK: Array, w_EKN: Array, sizes_E: Array) -> Array:
+    return dispatch.load(FOLDER + "pallas_tpu").multiply_rows(x_MK, w_EKN, sizes_E)
+
+
+def _on_tpu_fwd(x_MK: Array, w_EKN: Array, sizes_E: Array) -> tuple[Array, tuple]:
+    return _on_tpu(x_MK, w_EKN, sizes_E), (x_MK, w_EKN, sizes_E)
+
+
+def _on_tpu_bwd(saved: tuple, d_out_MN: Array) -> tuple[Array, Array, None]:
+    x_MK, w_EKN, sizes_E = saved
+    kernels = dispatch.load(FOLDER + "pallas_tpu")
+    d_x_MK = kernels.multiply_rows(d_out_MN, w_EKN, sizes_E, transposed=True)
+    return d_x_MK, kernels.weight_gradient(x_MK, d_out_MN, sizes_E), None
+
+
+_on_tpu.defvjp(_on_tpu_fwd, _on_tpu_bwd)

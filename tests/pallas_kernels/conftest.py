@@ -95,13 +95,13 @@ def compile_for_tpu(request):
             lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes
         )
         jax.config.update("jax_disable_most_optimizations", False)
-        began = time.monotonic()
+        began = time.process_time()  # not the clock: others use the machine too
         try:
             with jax.set_mesh(mesh):
                 compiled = jax.jit(fn, out_shardings=place).lower(*arguments).compile()
         finally:
             jax.config.update("jax_disable_most_optimizations", True)
-        assert time.monotonic() - began < MAX_COMPILE_SECONDS
+        assert time.process_time() - began < MAX_COMPILE_SECONDS
         return compiled
 
     return compile_for
