@@ -21,6 +21,31 @@ def check(q_THD: Any, kv_SD: Any, topk_idx_TK: Any, *, scale: float, value_dim: 
     gathered.check(q_THD, kv_SD, topk_idx_TK, scale, 1)
 
 
+def attend(tiles: list[Array], q: Ref, out: Ref, lse: Ref, scale: float) -> None:
+    """Attend a query, heads on sublanes, to rows that are given in tiles of 128 columns."""
+    logits = functools.reduce(
+        lambda a, b: a + b,
+        (
+            mosaic_tpu.dot(q[0, :, c * LANES : (c + 1) * LANES], tile, mosaic_tpu.LAST_TO_LAST)
+            for c, tile in enumerate(tiles)
+        ),
+    )
+    logits *= scale
+    # An invalid slot's logit is far below the floor: its weight is 0 even in a row without any key.
+    peak = jnp.maximum(jnp.max(logits, axis=1, keepdims=True), gathered.FLOOR)
+    weights = jnp.exp(logits - peak)
+    total = jnp.sum(weights, axis=1, keepdims=True)
+    some = total > 0
+    divisor = jnp.where(some, total, 1.0)
+    for c in range(out.shape[2] // LANES):
+        weighted = mosaic_tpu.dot(
+            weights.astype(tiles[c].dtype), tiles[c], mosaic_tpu.ROWS_BY_COLUMNS
+        )
+        out[0, :, c * LANES : (c + 1) * LANES] = (weighted / divisor).astype(out.dtype)
+    column = jnp.where(some, peak + jnp.log(divisor), -jnp.inf)
+    lse[0] = jnp.broadcast_to(column, (column.shape[0], LANES)).T[:1]
+
+
 def _kernel(
     slots: Ref,
     next_slots: Ref,
@@ -33,30 +58,9 @@ def _kernel(
     *,
     scale: float,
 ) -> None:
-    """Step t: attend query t, heads on sublanes, to its rows."""
+    """Step t: attend query t to its rows."""
     half = gathered.fetch(slots, next_slots, table, rows, arrived)
-    tiles = [rows[half, :, c, :] for c in range(rows.shape[2])]
-    logits = _add(
-        mosaic_tpu.dot(q[0, :, c * LANES : (c + 1) * LANES], tile, mosaic_tpu.LAST_TO_LAST)
-        for c, tile in enumerate(tiles)
-    )
-    logits *= scale
-    # An invalid slot's logit is far below the floor: its weight is 0 even in a row without any key.
-    peak = jnp.maximum(jnp.max(logits, axis=1, keepdims=True), gathered.FLOOR)
-    weights = jnp.exp(logits - peak)
-    total = jnp.sum(weights, axis=1, keepdims=True)
-    some = total > 0
-    divisor = jnp.where(some, total, 1.0)
-    for c in range(out.shape[2] // LANES):
-        weighted = mosaic_tpu.dot(weights.astype(rows.dtype), tiles[c], mosaic_tpu.ROWS_BY_COLUMNS)
-        out[0, :, c * LANES : (c + 1) * LANES] = (weighted / divisor).astype(out.dtype)
-    column = jnp.where(some, peak + jnp.log(divisor), -jnp.inf)
-    lse[0] = jnp.broadcast_to(column, (column.shape[0], LANES)).T[:1]
-
-
-def _add(terms: Any) -> Array:
-    """Sum arrays in order."""
-    return functools.reduce(lambda a, b: a + b, terms)
+    attend([rows[half, :, c, :] for c in range(rows.shape[2])], q, out, lse, scale)
 
 
 def forward(

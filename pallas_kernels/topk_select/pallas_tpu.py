@@ -20,7 +20,7 @@ Form = Literal["mask", "list"]
 MAX_KEYS = 2**18  # 32 rows of keys and, twice, of the mask: 48 MiB of VMEM
 MAX_SLOTS = 2**13
 MAX_ROWS = 128
-MIN_ROWS = 32  # rows of a tile of int8
+TILE_ROWS = {"mask": 32, "list": 8}  # of int8 and int32
 KEY_BYTES = 2**24  # of VMEM
 
 
@@ -34,12 +34,15 @@ def check(n_keys: int, k: int) -> None:
         raise NotImplementedError(f"takes k up to {MAX_SLOTS}, got {k}")
 
 
-def rows_per_block(n_keys: int) -> int:
-    """Return how many rows are selected at once: more read the keys less often, fewer fit longer rows."""
+def rows_per_block(n_rows: int, n_keys: int, form: Form) -> int:
+    """Return how many rows are selected at once: more read the keys less often, fewer fit longer rows.
+
+    Few rows, as in decoding, get no more than they fill; the bound on VMEM allows 32 rows of MAX_KEYS.
+    """
     rows = MAX_ROWS
-    while rows > MIN_ROWS and rows * n_keys * 4 > KEY_BYTES:
+    while rows > 32 and rows * n_keys * 4 > KEY_BYTES:
         rows //= 2
-    return rows
+    return min(rows, mosaic_tpu.round_up(n_rows, TILE_ROWS[form]))
 
 
 def _kernel(
@@ -120,7 +123,7 @@ def _call(
 ) -> Array:
     """Run the kernel on whole blocks; `sizes` are the padded rows and keys."""
     n_rows, n_keys = sizes
-    rows, block = rows_per_block(n_keys), scoring.keys_per_block(n_keys)
+    rows, block = rows_per_block(n_rows, n_keys, form), scoring.keys_per_block(n_keys)
     slots = mosaic_tpu.round_up(k, LANES)
     width, dtype = (n_keys, jnp.int8) if form == "mask" else (slots, jnp.int32)
     spans = mosaic_tpu.key_spans(bounds[0][:, 0], bounds[1][:, 0], rows, block)
@@ -148,10 +151,10 @@ def _of_query(i: Any, j: Any, first: Ref, last: Ref) -> tuple:
     return i, 0
 
 
-def _sizes(n_rows: int, n_keys: int) -> tuple[int, int]:
+def _sizes(n_rows: int, n_keys: int, form: Form) -> tuple[int, int]:
     """Return rows and keys padded to whole blocks."""
     padded = mosaic_tpu.round_up(n_keys, scoring.keys_per_block(n_keys))
-    return mosaic_tpu.round_up(n_rows, rows_per_block(padded)), padded
+    return mosaic_tpu.round_up(n_rows, rows_per_block(n_rows, padded, form)), padded
 
 
 def topk_select(
@@ -173,7 +176,7 @@ def topk_select(
     """
     n_rows, n_keys = scores_TS.shape
     check(n_keys, k)
-    sizes = _sizes(n_rows, n_keys)
+    sizes = _sizes(n_rows, n_keys, "list")
     padded = jnp.pad(scores_TS, ((0, sizes[0] - n_rows), (0, sizes[1] - n_keys)))
 
     def specs(rows: int, block: int) -> list[pl.BlockSpec]:
@@ -194,7 +197,7 @@ def _fused(
     n_rows, n_keys = q_TJX.shape[0], k_SX.shape[0]
     check(n_keys, k)
     scoring.check(q_TJX, k_SX)
-    sizes = _sizes(n_rows, n_keys)
+    sizes = _sizes(n_rows, n_keys, form)
     inputs = scoring.lay_out(q_TJX, k_SX, w_TJ, *sizes)
     n_heads, dim = inputs[0].shape[1:]
 
