@@ -80,6 +80,14 @@ def require_hopper() -> None:
         raise NotImplementedError(f"needs an NVIDIA Hopper GPU, this is {kind}")
 
 
+def require_tpu() -> None:
+    """Raise NotImplementedError unless computations go to a TPU."""
+    device = _device()
+    if device.platform != "tpu":
+        kind = getattr(device, "device_kind", device)
+        raise NotImplementedError(f"needs a TPU, this is {kind}")
+
+
 def multiprocessors() -> int:
     """Return how many multiprocessors the GPU has that computations go to, an H100's or H200's if there is no GPU."""
     return int(getattr(_device(), "core_count", MULTIPROCESSORS))

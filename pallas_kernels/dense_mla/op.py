@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import dispatch, query_blocks
 from pallas_kernels.dense_mla import reference
 
-PALLAS = "pallas_kernels.dense_mla.pallas_gpu"
+FOLDER = "pallas_kernels.dense_mla."
 
 
 def dense_mla(
@@ -49,14 +49,19 @@ def dense_mla(
     dispatch.check_width("dense_mla", q_THD.shape[-1], k_SHD.shape[-1])
     scale = dispatch.number("dense_mla", "scale", scale)
 
-    def check() -> None:
+    def check_gpu() -> None:
         dispatch.require_hopper()
-        dispatch.load(PALLAS).check(q_THD, k_SHD, v_SHU, scale)
+        dispatch.load(FOLDER + "pallas_gpu").check(q_THD, k_SHD, v_SHU, scale)
 
-    choices = {"pallas_gpu": check, "reference": None}
-    if dispatch.choose("dense_mla", implementation, choices) == "pallas_gpu":
+    def check_tpu() -> None:
+        dispatch.require_tpu()
+        dispatch.load(FOLDER + "pallas_tpu").check(q_THD, k_SHD, v_SHU)
+
+    choices = {"pallas_gpu": check_gpu, "pallas_tpu": check_tpu, "reference": None}
+    name = dispatch.choose("dense_mla", implementation, choices)
+    if name != "reference":
         ranges = {"start": start, "end": end, "selected": selected}
-        return dispatch.load(PALLAS).dense_mla(q_THD, k_SHD, v_SHU, scale=scale, **ranges)
+        return dispatch.load(FOLDER + name).dense_mla(q_THD, k_SHD, v_SHU, scale=scale, **ranges)
     if 0 in (*q_THD.shape, *k_SHD.shape):
         out = jnp.zeros((*q_THD.shape[:-1], v_SHU.shape[-1]), v_SHU.dtype)
         return out, jnp.full(q_THD.shape[:-1], -jnp.inf, jnp.float32)

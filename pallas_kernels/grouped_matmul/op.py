@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import reference, tiles
 
-PALLAS = "pallas_kernels.grouped_matmul.pallas_gpu"
+FOLDER = "pallas_kernels.grouped_matmul."
+PALLAS = FOLDER + "pallas_gpu"
 
 
 def preferred_order() -> tuple[str, ...]:
@@ -42,8 +43,9 @@ def grouped_matmul(
         w_EKN: One weight per group.
         group_sizes: int, each a multiple of `align`, summing to at most M (not checked: a traced value).
         align: Rows that share one weight in the blocked form; divides M.
-        implementation: "pallas_gpu" (Hopper, bfloat16, K and N multiples of 64, at least 256), "ragged_dot", "blocked",
-            or "reference" for the better of those two; None picks the best.
+        implementation: "pallas_gpu" (Hopper, bfloat16, K and N multiples of 64, at least 256), "pallas_tpu" (jax's
+            megablox kernels, by name only), "ragged_dot", "blocked", or "reference" for the better of the last two;
+            None picks the best.
 
     Returns:
         Products in the dtype of `x_MK`.
@@ -62,10 +64,17 @@ def grouped_matmul(
         dispatch.require_hopper()
         dispatch.load(PALLAS).check(x_MK, w_EKN)
 
+    def check_tpu() -> None:
+        dispatch.require_tpu()
+        dispatch.load(FOLDER + "pallas_tpu").check(x_MK, w_EKN)
+
     if implementation == "reference":
         implementation = preferred_order()[0]
-    choices = {"pallas_gpu": check, **dict.fromkeys(preferred_order())}
+    # "pallas_tpu" comes last: XLA has a grouped kernel of its own on TPU, and neither was timed.
+    choices = {"pallas_gpu": check, **dict.fromkeys(preferred_order()), "pallas_tpu": check_tpu}
     name = dispatch.choose("grouped_matmul", implementation, choices)
+    if name == "pallas_tpu":
+        return _on_tpu(x_MK, w_EKN, group_sizes)
     if name == "pallas_gpu":
         return _on_hopper(x_MK, w_EKN, group_sizes, align)
     if name == "ragged_dot":
@@ -100,3 +109,22 @@ def _pallas_bwd(align: int, saved: tuple, d_out_MN: Array) -> tuple[Array, Array
 
 
 _pallas.defvjp(_pallas_fwd, _pallas_bwd)
+
+
+@jax.custom_vjp
+def _on_tpu(x_MK: Array, w_EKN: Array, sizes_E: Array) -> Array:
+    return dispatch.load(FOLDER + "pallas_tpu").multiply_rows(x_MK, w_EKN, sizes_E)
+
+
+def _on_tpu_fwd(x_MK: Array, w_EKN: Array, sizes_E: Array) -> tuple[Array, tuple]:
+    return _on_tpu(x_MK, w_EKN, sizes_E), (x_MK, w_EKN, sizes_E)
+
+
+def _on_tpu_bwd(saved: tuple, d_out_MN: Array) -> tuple[Array, Array, None]:
+    x_MK, w_EKN, sizes_E = saved
+    kernels = dispatch.load(FOLDER + "pallas_tpu")
+    d_x_MK = kernels.multiply_rows(d_out_MN, w_EKN, sizes_E, transposed=True)
+    return d_x_MK, kernels.weight_gradient(x_MK, d_out_MN, sizes_E), None
+
+
+_on_tpu.defvjp(_on_tpu_fwd, _on_tpu_bwd)

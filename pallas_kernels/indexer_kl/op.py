@@ -1,6 +1,7 @@
 """Public ops: the indexer's KL loss over a range of keys, or over listed keys."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch, query_blocks
 from pallas_kernels.dense_mla import reference as dense_reference
-from pallas_kernels.indexer_kl import reference
+from pallas_kernels.indexer_kl import range_blocks, reference
 from pallas_kernels.indexer_scores import reference as scores_reference
 from pallas_kernels.sparse_mla import reference as sparse_reference
 
@@ -65,17 +66,21 @@ def indexer_kl(
     scale = dispatch.number("indexer_kl", "scale", scale)
     attn_q_THD, attn_k_SHD, lse_TH = jax.lax.stop_gradient((attn_q_THD, attn_k_SHD, lse_TH))
 
-    def check() -> None:
-        dispatch.require_hopper()
-        kernel = dispatch.load(FOLDER + "pallas_gpu")
+    def check(name: str, require: Callable[[], None]) -> None:
+        require()
+        kernel = dispatch.load(FOLDER + name)
         kernel.check(q_TJX, k_SX, attn_q_THD, attn_k_SHD, scale)
 
-    choices = {"pallas_gpu": check, "reference": None}
-    if dispatch.choose("indexer_kl", implementation, choices) == "pallas_gpu":
+    choices = {
+        "pallas_gpu": functools.partial(check, "pallas_gpu", dispatch.require_hopper),
+        "pallas_tpu": functools.partial(check, "pallas_tpu", dispatch.require_tpu),
+    }
+    name = dispatch.choose("indexer_kl", implementation, {**choices, "reference": None})
+    if name != "reference":
         w_TJ = w_TJ.astype(jnp.float32)
         others = (attn_q_THD, attn_k_SHD, lse_TH, start, end, selected)
         return dispatch.each_sequence(
-            lambda x: _range_kl(*x, scale), (q_TJX, k_SX, w_TJ, others), q_TJX.ndim - 3
+            lambda x: _range_kl(*x, (scale, name)), (q_TJX, k_SX, w_TJ, others), q_TJX.ndim - 3
         )
     block = query_blocks.rows_per_block(k_SX.shape[-2] * attn_q_THD.shape[-2])
 
@@ -180,26 +185,29 @@ def sparse_indexer_kl(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _range_kl(q: Array, k: Array, w: Array, others: tuple, scale: float) -> Array:
-    """Run the range form on kernels, one sequence; `others` are constants of the loss."""
+def _range_kl(q: Array, k: Array, w: Array, others: tuple, options: tuple[float, str]) -> Array:
+    """Run the range form on kernels, one sequence; `others` are constants of the loss, `options` scale and backend."""
+    scale, name = options
     attn_q, attn_k, lse, start, end, selected = others
-    gpu = dispatch.load(FOLDER + "pallas_gpu")
-    rows = gpu.Rows(q, w, attn_q, lse, start, end, selected)
-    return gpu.kl_rows(rows, gpu.Keys(k, attn_k), scale=scale)
+    rows = range_blocks.Rows(q, w, attn_q, lse, start, end, selected)
+    kernels = dispatch.load(FOLDER + name).kernels()
+    return range_blocks.kl_rows(kernels, rows, range_blocks.Keys(k, attn_k), scale=scale)
 
 
 def _range_kl_forward(
-    q: Array, k: Array, w: Array, others: tuple, scale: float
+    q: Array, k: Array, w: Array, others: tuple, options: tuple[float, str]
 ) -> tuple[Array, tuple]:
-    return _range_kl(q, k, w, others, scale), (q, k, w, others)
+    return _range_kl(q, k, w, others, options), (q, k, w, others)
 
 
-def _range_kl_backward(scale: float, residuals: tuple, d_kl: Array) -> tuple:
+def _range_kl_backward(options: tuple[float, str], residuals: tuple, d_kl: Array) -> tuple:
+    scale, name = options
     q, k, w, others = residuals
     attn_q, attn_k, lse, start, end, selected = others
-    gpu = dispatch.load(FOLDER + "pallas_gpu")
-    rows = gpu.Rows(q, w, attn_q, lse, start, end, selected)
-    d_q, d_k, d_w = gpu.gradients(rows, gpu.Keys(k, attn_k), d_kl, scale=scale)
+    rows = range_blocks.Rows(q, w, attn_q, lse, start, end, selected)
+    keys = range_blocks.Keys(k, attn_k)
+    kernels = dispatch.load(FOLDER + name).kernels()
+    d_q, d_k, d_w = range_blocks.gradients(kernels, rows, keys, d_kl, scale=scale)
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_w.astype(w.dtype), None
 
 

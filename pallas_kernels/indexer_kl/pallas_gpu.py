@@ -1,37 +1,12 @@
-"""The indexer's KL over a range of keys on Hopper: joins the kernels of its parts, a block of queries at a time."""
+"""The indexer's KL over a range of keys on Hopper."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels.indexer_kl import pallas_gpu_score_gradients, pallas_gpu_target
+from pallas_kernels.indexer_kl.range_blocks import Kernels
 from pallas_kernels.indexer_scores import pallas_gpu as scores_gpu
 
-MAX_BLOCK_BYTES = 2**30  # of one float32 array [rows, keys]; about four of them live at a time
-MAX_BLOCK_ROWS = 8192
 ROW_MULTIPLE = 128  # the kernels' tiles of queries
-
-
-class Rows(NamedTuple):
-    """What each query brings; the first axis is the query."""
-
-    q: Float[Array, "T J X"]
-    w: Float[Array, "T J"]
-    attn_q: Float[Array, "T H D"]
-    lse: Float[Array, "T H"]
-    start: Int[Array, " T"]
-    end: Int[Array, " T"]
-    selected: Bool[Array, "T S"] | None
-
-
-class Keys(NamedTuple):
-    """What all queries share."""
-
-    k: Float[Array, "S X"]
-    attn_k: Float[Array, "S H D"]
 
 
 def check(q_TJX: Array, k_SX: Array, attn_q_THD: Array, attn_k_SHD: Array, scale: float) -> None:
@@ -40,104 +15,11 @@ def check(q_TJX: Array, k_SX: Array, attn_q_THD: Array, attn_k_SHD: Array, scale
     pallas_gpu_target.check(attn_q_THD, attn_k_SHD, scale)
 
 
-def kl_rows(rows: Rows, keys: Keys, *, scale: float) -> Float[Array, " T"]:
-    """Return the KL of each query, see `op.indexer_kl`; 0 for an empty row.
-
-    Args:
-        rows: The queries; bfloat16 but for `w` and `lse`, which are float32.
-        keys: The keys, bfloat16.
-        scale: The attention's factor on the logits.
-
-    Returns:
-        float32.
-    """
-
-    def block_kl(block: Rows) -> Array:
-        target, log_q, allowed = _distributions(block, keys, scale)
-        return jnp.sum(
-            jnp.where(allowed & (target > 0), target * (jnp.log(target) - log_q), 0.0), axis=1
-        )
-
-    return _by_blocks(block_kl, rows, keys.k.shape[0])
-
-
-def gradients(
-    rows: Rows, keys: Keys, d_kl_T: Float[Array, " T"], *, scale: float
-) -> tuple[Float[Array, "T J X"], Float[Array, "S X"], Float[Array, "T J"]]:
-    """Pull a cotangent of `kl_rows` back to the indexer's q, k and w: `dI = d_kl (softmax(I) - p)`.
-
-    The target and the scores are computed again, so that nothing of size T x S is kept for it.
-
-    Args:
-        rows: As for `kl_rows`.
-        keys: As for `kl_rows`.
-        d_kl_T: float32 cotangent of each row.
-        scale: As for `kl_rows`.
-
-    Returns:
-        Gradients of q, k and w: bfloat16, float32, float32.
-    """
-
-    def block_gradients(block: tuple[Rows, Array]) -> tuple[Array, Array, Array]:
-        queries, d_kl = block
-        target, log_q, allowed = _distributions(queries, keys, scale)
-        d_scores = jnp.where(allowed, jnp.exp(log_q) - target, 0.0) * d_kl[:, None]
-        return pallas_gpu_score_gradients.score_gradients(
-            queries.q, keys.k, queries.w, d_scores, queries.start, queries.end
-        )
-
-    blocks, n_rows = _split((rows, d_kl_T), keys.k.shape[0])
-    if len(jax.tree.leaves(blocks)[0]) == 1:
-        return block_gradients(jax.tree.map(lambda x: x[0], blocks))
-
-    def add_block(d_k: Array, block: tuple[Rows, Array]) -> tuple[Array, tuple[Array, Array]]:
-        d_q, more_d_k, d_w = block_gradients(block)
-        return d_k + more_d_k, (d_q, d_w)
-
-    zero = jnp.zeros(keys.k.shape, jnp.float32)
-    d_k, (d_q, d_w) = jax.lax.scan(add_block, zero, blocks)
-    d_q, d_w = (x.reshape(-1, *x.shape[2:])[:n_rows] for x in (d_q, d_w))
-    return d_q, d_k, d_w
-
-
-def _distributions(rows: Rows, keys: Keys, scale: float) -> tuple[Array, Array, Array]:
-    """Return the target, the logarithm of the indexer's softmax, and the keys they are over, each [rows, S]."""
-    place_S = jnp.arange(keys.k.shape[0], dtype=jnp.int32)
-    allowed = (rows.start[:, None] <= place_S) & (place_S < rows.end[:, None])
-    if rows.selected is not None:
-        allowed &= rows.selected
-    weights = pallas_gpu_target.attention_target(
-        rows.attn_q, keys.attn_k, rows.lse, rows.start, rows.end, scale=scale
+def kernels() -> Kernels:
+    """Return the kernels that `range_blocks` joins."""
+    return Kernels(
+        pallas_gpu_target.attention_target,
+        scores_gpu.scores,
+        pallas_gpu_score_gradients.score_gradients,
+        ROW_MULTIPLE,
     )
-    # An unselected key's weight may be anything, even infinite: it was not under the logarithm's sum.
-    weights = jnp.where(allowed, weights, 0.0)
-    total = jnp.sum(weights, axis=1, keepdims=True)
-    target = weights / jnp.where(total > 0, total, 1.0)
-    scores = scores_gpu.scores(rows.q, keys.k, rows.w, rows.start, rows.end)
-    scores = jnp.where(allowed, scores, -jnp.inf)
-    some = jnp.any(allowed, axis=1, keepdims=True)
-    log_sum = jnp.where(some, jax.nn.logsumexp(scores, axis=1, keepdims=True), 0.0)
-    return target, scores - log_sum, allowed
-
-
-def _split(tree: Any, n_keys: int) -> tuple[Any, int]:
-    """Cut the rows of every array into blocks [n, rows, ...]; rows of padding have no key."""
-    n_rows = jax.tree.leaves(tree)[0].shape[0]
-    largest = max(1, MAX_BLOCK_BYTES // (4 * n_keys * ROW_MULTIPLE)) * ROW_MULTIPLE
-    n_blocks = -(-n_rows // min(largest, MAX_BLOCK_ROWS))
-    # One block is taken as it is; more are of one size, with little padding.
-    block = n_rows if n_blocks == 1 else -(-n_rows // (n_blocks * ROW_MULTIPLE)) * ROW_MULTIPLE
-
-    def split(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, n_blocks * block - n_rows),) + ((0, 0),) * (x.ndim - 1))
-        return padded.reshape(n_blocks, block, *x.shape[1:])
-
-    return jax.tree.map(split, tree), n_rows
-
-
-def _by_blocks(fn: Callable[[Rows], Array], rows: Rows, n_keys: int) -> Array:
-    """Apply a function of each row alone to the blocks in turn."""
-    blocks, n_rows = _split(rows, n_keys)
-    if len(blocks.q) == 1:
-        return fn(jax.tree.map(lambda x: x[0], blocks))
-    return jax.lax.map(fn, blocks).reshape(-1)[:n_rows]

@@ -11,6 +11,8 @@ from pallas_kernels import dispatch, query_blocks
 from pallas_kernels.indexer_scores import reference
 
 FP8 = "pallas_gpu_fp8"
+TPU = "pallas_tpu"
+FOLDER = "pallas_kernels.indexer_scores."
 
 
 def backends(
@@ -23,10 +25,22 @@ def backends(
 
     def check(fp8: bool) -> None:
         dispatch.require_hopper()
-        dispatch.load("pallas_kernels.indexer_scores.pallas_gpu").check(q_TJX, k_SX, fp8=fp8)
+        dispatch.load(FOLDER + "pallas_gpu").check(q_TJX, k_SX, fp8=fp8)
+
+    def check_tpu() -> None:
+        dispatch.require_tpu()
+        dispatch.load(FOLDER + TPU).check(q_TJX, k_SX)
 
     named = {FP8: functools.partial(check, True)} if implementation == FP8 else {}
-    return {**named, "pallas_gpu": functools.partial(check, False), "reference": None}
+    gpu = functools.partial(check, False)
+    return {**named, "pallas_gpu": gpu, TPU: check_tpu, "reference": None}
+
+
+def kernel_of(name: str) -> Callable[..., Array]:
+    """Return the scoring function of an implementation that is not the reference."""
+    if name == TPU:
+        return dispatch.load(FOLDER + TPU).scores
+    return functools.partial(dispatch.load(FOLDER + "pallas_gpu").scores, fp8=name == FP8)
 
 
 def indexer_scores(
@@ -67,7 +81,7 @@ def indexer_scores(
     choices = backends(q_TJX, k_SX, implementation)
     name = dispatch.choose("indexer_scores", implementation, choices)
     if name != "reference":
-        return _on_kernels(q_TJX, k_SX, w_TJ, start, end, name == FP8)
+        return _on_kernels(q_TJX, k_SX, w_TJ, start, end, name)
     n_keys = k_SX.shape[-2]
     block = query_blocks.rows_per_block(n_keys)
 
@@ -85,24 +99,24 @@ def indexer_scores(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _on_kernels(q: Array, k: Array, w: Array, start: Array, end: Array, fp8: bool) -> Array:
-    """Score on the GPU; the derivative is another kernel's."""
-    kernel = dispatch.load("pallas_kernels.indexer_scores.pallas_gpu")
-    return kernel.scores(q, k, w, start, end, fp8=fp8)
+def _on_kernels(q: Array, k: Array, w: Array, start: Array, end: Array, name: str) -> Array:
+    """Score by a kernel; the derivative is another kernel's."""
+    return kernel_of(name)(q, k, w, start, end)
 
 
 def _on_kernels_forward(
-    q: Array, k: Array, w: Array, start: Array, end: Array, fp8: bool
+    q: Array, k: Array, w: Array, start: Array, end: Array, name: str
 ) -> tuple[Array, tuple]:
-    return _on_kernels(q, k, w, start, end, fp8), (q, k, w, start, end)
+    return _on_kernels(q, k, w, start, end, name), (q, k, w, start, end)
 
 
-def _on_kernels_backward(fp8: bool, residuals: tuple, d_scores: Array) -> tuple:
-    del fp8  # the products of a gradient are in bfloat16
+def _on_kernels_backward(name: str, residuals: tuple, d_scores: Array) -> tuple:
     q, k, w, start, end = residuals
     place_S = jnp.arange(k.shape[-2], dtype=jnp.int32)
     inside = (start[..., None] <= place_S) & (place_S < end[..., None])
-    kernel = dispatch.load("pallas_kernels.indexer_kl.pallas_gpu_score_gradients")
+    # The products of a gradient are never in FP8.
+    backend = TPU if name == TPU else "pallas_gpu"
+    kernel = dispatch.load(f"pallas_kernels.indexer_kl.{backend}_score_gradients")
     dq, dk, dw = kernel.score_gradients(q, k, w, jnp.where(inside, d_scores, 0.0), start, end)
     return dq.astype(q.dtype), dk.astype(k.dtype), dw.astype(w.dtype), None, None
 

@@ -1,5 +1,6 @@
 """Public op: exact top-k selection by the indexer over keys that lie in pages."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -38,7 +39,7 @@ def paged_indexer_topk(
         page_size: Rows of a page.
         end: int32, one past the last visible position of each query; 0 selects nothing.
         k_scale_NG: float32, one power of two per block of X / G dims; None for unquantised keys.
-        implementation: None picks the best.
+        implementation: None picks the best; "pallas_tpu" reads whole pages through XLA and selects as `indexer_topk`.
 
     Returns:
         int32 positions in ascending order, then -1.
@@ -58,7 +59,14 @@ def paged_indexer_topk(
         dispatch.require_hopper()
         dispatch.load(GLUON).check(q_TJX, k_NX, k_scale_NG=k_scale_NG)
 
-    choices = {"gluon_gpu": check, "reference": None}
+    def check_tpu() -> None:
+        dispatch.require_tpu()
+        dtype = k_NX.dtype if k_scale_NG is None else q_TJX.dtype
+        keys = jax.ShapeDtypeStruct((n_keys, k_NX.shape[1]), dtype)
+        dispatch.load("pallas_kernels.indexer_scores.pallas_tpu").check(q_TJX, keys)
+        dispatch.load("pallas_kernels.topk_select.pallas_tpu").check(n_keys, k)
+
+    choices = {"gluon_gpu": check, "pallas_tpu": check_tpu, "reference": None}
     name = dispatch.choose("paged_indexer_topk", implementation, choices)
     if name == "gluon_gpu":
         kernel = dispatch.load(GLUON)
@@ -83,6 +91,5 @@ def paged_indexer_topk(
         scale_BSG = reference.read_pages(k_scale_NG, table_BP, page_size, last_B)
         keys_BSX = fp8.dequantize(keys_BSX, scale_BSG).astype(q_TJX.dtype)
     start = jnp.zeros_like(end)
-    return indexer_topk(
-        q_TJX, keys_BSX, w_TJ, k=k, start=start, end=end, implementation=implementation
-    )
+    selection = implementation if name == "reference" else name
+    return indexer_topk(q_TJX, keys_BSX, w_TJ, k=k, start=start, end=end, implementation=selection)

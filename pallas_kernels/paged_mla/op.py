@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import dispatch, query_blocks
 from pallas_kernels.paged_mla import reference
 
-GLUON = "pallas_kernels.paged_mla.gluon_gpu"
+FOLDER = "pallas_kernels.paged_mla."
 
 
 def paged_mla(
@@ -56,18 +56,25 @@ def paged_mla(
 
     def check() -> None:
         dispatch.require_hopper()
-        dispatch.load(GLUON).check(
+        dispatch.load(FOLDER + "gluon_gpu").check(
             q_THD, latent_NC, rope_NR, scale=scale, latent_scale_NG=latent_scale_NG
         )
 
-    name = dispatch.choose("paged_mla", implementation, {"gluon_gpu": check, "reference": None})
+    def check_tpu() -> None:
+        dispatch.require_tpu()
+        kernel = dispatch.load(FOLDER + "pallas_tpu")
+        arrays = (q_THD, latent_NC, rope_NR, rows_TK)
+        kernel.check(*arrays, scale=scale, latent_scale_NG=latent_scale_NG)
+
+    choices = {"gluon_gpu": check, "pallas_tpu": check_tpu, "reference": None}
+    name = dispatch.choose("paged_mla", implementation, choices)
     batch, n_slots = rows_TK.shape[:-1], rows_TK.shape[-1]
     n_queries = math.prod(batch)
     q, rows = q_THD.reshape(n_queries, *q_THD.shape[-2:]), rows_TK.reshape(n_queries, n_slots)
     if name == "reference":
         out = _reference(q, rows, (latent_NC, rope_NR, latent_scale_NG), scale)
     else:
-        kernel = dispatch.load(GLUON)
+        kernel = dispatch.load(FOLDER + name)
         out = kernel.paged_mla(q, latent_NC, rope_NR, latent_scale_NG, rows, scale)
     return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), out)
 

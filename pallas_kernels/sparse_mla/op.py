@@ -12,7 +12,9 @@ from pallas_kernels import dispatch, padding, query_blocks
 from pallas_kernels.sparse_mla import reference
 
 FOLDER = "pallas_kernels.sparse_mla."
-KERNELS = {"gluon_gpu": "gluon_gpu_backward", "pallas_gpu": "pallas_gpu_backward"}  # best first
+KERNELS = {  # and the modules of their backwards, best first
+    name: f"{name}_backward" for name in ("gluon_gpu", "pallas_gpu", "pallas_tpu")
+}
 DETERMINISTIC = ("gluon_gpu",)  # kernels with a repeatable backward
 # Widths of values and of the rest to which rows are padded with zeros for a kernel that does not take theirs.
 PADDED = ((128, 64), (256, 64), (512, 64))
@@ -82,7 +84,10 @@ def _fit(
     Raises:
         NotImplementedError: If it takes them at none; says why not at the widest tried.
     """
-    dispatch.require_hopper()
+    if backend.startswith("pallas_tpu"):
+        dispatch.require_tpu()
+    else:
+        dispatch.require_hopper()
     if 0 in (*q.shape, *kv.shape, *topk_idx.shape):
         raise NotImplementedError("an axis of length 0")
     check = dispatch.load(FOLDER + backend).check

@@ -13,6 +13,9 @@ from pallas_kernels.indexer_scores import op as scores_op
 from pallas_kernels.indexer_scores import reference as scores_reference
 from pallas_kernels.topk_select import reference
 
+FOLDER = "pallas_kernels.topk_select."
+KERNELS = ("pallas_gpu", "pallas_tpu")
+
 
 def topk_select(
     scores_TS: Float[Array, "*B T S"],
@@ -47,9 +50,11 @@ def topk_select(
     if scores_TS.dtype != jnp.float32:
         raise ValueError(f"topk_select: scores must be float32, got {scores_TS.dtype}")
     rows = (math.prod(scores_TS.shape[:-1]), scores_TS.shape[-1])
-    choices = {"pallas_gpu": functools.partial(_check_select, rows, k), "reference": None}
-    if dispatch.choose("topk_select", implementation, choices) == "pallas_gpu":
-        kernel = dispatch.load("pallas_kernels.topk_select.pallas_gpu")
+    check = functools.partial(_check_select, rows, k)
+    choices = {name: functools.partial(check, name) for name in KERNELS}
+    name = dispatch.choose("topk_select", implementation, {**choices, "reference": None})
+    if name != "reference":
+        kernel = dispatch.load(FOLDER + name)
         first, last = (x.astype(jnp.int32).reshape(-1) for x in (start, end))
         index = kernel.topk_select(scores_TS.reshape(rows), k=k, start=first, end=last)
         return index.reshape(*scores_TS.shape[:-1], k)
@@ -174,10 +179,14 @@ def _selected(
     return dispatch.over_batch(one, q_TJX.ndim - 3)(q_TJX, k_SX, w_TJ, *bounds)
 
 
-def _check_select(shape: tuple[int, ...], k: int) -> None:
-    """Raise NotImplementedError if the GPU kernel cannot select from scores of this shape."""
+def _check_select(shape: tuple[int, ...], k: int, name: str) -> None:
+    """Raise NotImplementedError if a kernel cannot select from scores of this shape."""
+    if name == "pallas_tpu":
+        dispatch.require_tpu()
+        dispatch.load(FOLDER + name).check(shape[1], k)
+        return
     dispatch.require_hopper()
-    kernel = dispatch.load("pallas_kernels.topk_select.pallas_gpu")
+    kernel = dispatch.load(FOLDER + "pallas_gpu")
     kernel.check(jax.ShapeDtypeStruct(shape, jnp.float32), k)
 
 
@@ -185,22 +194,26 @@ def _choose_fused(op: str, q_TJX: Array, k_SX: Array, k: int, implementation: st
     """Choose for scores and selection together: a kernel must take both."""
     choices = scores_op.backends(q_TJX, k_SX, implementation)
 
-    def both(check_scores: Callable[[], None]) -> None:
+    def both(check_scores: Callable[[], None], name: str) -> None:
         check_scores()
-        _check_select((q_TJX.shape[-3], k_SX.shape[-2]), k)
+        _check_select((q_TJX.shape[-3], k_SX.shape[-2]), k, name)
 
-    fused = {name: check and functools.partial(both, check) for name, check in choices.items()}
+    fused = {
+        name: check and functools.partial(both, check, name) for name, check in choices.items()
+    }
     return dispatch.choose(op, implementation, fused)
 
 
 def _fused(form: str, arrays: tuple[Array, ...], k: int, n_batch_axes: int, name: str) -> Array:
-    """Run a fused form of the GPU, "indexer_topk" or "indexer_topk_mask", on one sequence after the other."""
-    fused = dispatch.load("pallas_kernels.topk_select.fused_gpu")
-    kernel = dispatch.load("pallas_kernels.indexer_scores.pallas_gpu")
-    scores = functools.partial(kernel.scores, fp8=name == scores_op.FP8)
+    """Run a fused form, "indexer_topk" or "indexer_topk_mask", on one sequence after the other."""
+    if name == "pallas_tpu":
+        select = getattr(dispatch.load(FOLDER + name), form)
+    else:
+        fused = dispatch.load(FOLDER + "fused_gpu")
+        select = functools.partial(getattr(fused, form), scores=scores_op.kernel_of(name))
 
     def one(sequence: tuple[Array, ...]) -> Array:
         q, keys, w, first, last = sequence
-        return getattr(fused, form)(q, keys, w, k=k, start=first, end=last, scores=scores)
+        return select(q, keys, w, k=k, start=first, end=last)
 
     return dispatch.each_sequence(one, arrays, n_batch_axes)

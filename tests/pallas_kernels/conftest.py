@@ -1,11 +1,20 @@
+import importlib.util
+import os
 import re
 import subprocess
 import tempfile
+import time
 from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+
+# The smallest topologies that libtpu describes; kernels are compiled for one of their devices.
+TPU_TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+MAX_COMPILE_SECONDS = 60
 
 
 class HopperKernel(NamedTuple):
@@ -77,6 +86,53 @@ def compile_for_hopper():
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     return compile_kernel
+
+
+@pytest.fixture(scope="session", params=TPU_TOPOLOGIES)
+def compile_for_tpu(request):
+    """Return a function that compiles for a TPU, none is needed: (function, *shapes) -> the compiled object.
+
+    Runs once for each generation. It fails what takes a minute or more. `memory_analysis()` of the result counts HBM;
+    too much VMEM is an error of the compiler.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed (extra `tpu`)")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # by several workers of one test run
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    name = TPU_TOPOLOGIES[request.param]
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    mesh = jax.sharding.Mesh(np.array(devices[:1]), ("x",))
+    place = jax.sharding.NamedSharding(mesh, jax.P())
+
+    def compile_for(fn, *shapes):
+        arguments = jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes
+        )
+        jax.config.update("jax_disable_most_optimizations", False)
+        began = time.process_time()  # not the clock: others use the machine too
+        try:
+            with jax.set_mesh(mesh):
+                compiled = jax.jit(fn, out_shardings=place).lower(*arguments).compile()
+        finally:
+            jax.config.update("jax_disable_most_optimizations", True)
+        assert time.process_time() - began < MAX_COMPILE_SECONDS
+        return compiled
+
+    return compile_for
+
+
+@pytest.fixture
+def interpret_tpu():
+    """Interpret TPU kernels within the test: memory starts as NaN, copies land when waited for, a race is a failure."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    with pltpu.force_tpu_interpret_mode(params):
+        yield
+    # No public name says whether races were found; jax 0.11 and 0.12 keep it here.
+    raced = interpreter.races is not None and interpreter.races.races_found
+    pltpu.reset_tpu_interpret_mode_state()
+    assert not raced
 
 
 @pytest.fixture

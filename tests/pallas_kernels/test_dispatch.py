@@ -63,6 +63,13 @@ def test_another_device_than_hopper_is_refused_by_name():
         dispatch.require_hopper()
 
 
+def test_another_device_than_a_tpu_is_refused_by_name(monkeypatch):
+    with pytest.raises(NotImplementedError, match="needs a TPU, this is cpu"):
+        dispatch.require_tpu()
+    monkeypatch.setattr(dispatch, "_device", lambda: types.SimpleNamespace(platform="tpu"))
+    dispatch.require_tpu()
+
+
 @pytest.mark.parametrize(("device", "n"), [({"core_count": 114}, 114), ({}, 132)])
 def test_kernels_are_sized_for_the_device_or_without_a_gpu_for_an_h200(monkeypatch, device, n):
     monkeypatch.setattr(dispatch, "_device", lambda: types.SimpleNamespace(**device))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, indexer_kl, sparse_indexer_kl
-from pallas_kernels.indexer_kl import pallas_gpu
+from pallas_kernels.indexer_kl import pallas_gpu, range_blocks
 from pallas_kernels.indexer_kl import reference as kl_reference
 from pallas_kernels.indexer_scores import reference as scores_reference
 
@@ -91,7 +91,7 @@ def test_the_range_form_equals_its_definition(
     rng, draw_ranges, on_kernels, monkeypatch, batch, block_rows, masked
 ):
     n_queries, n_keys = 9, 13
-    monkeypatch.setattr(pallas_gpu, "MAX_BLOCK_ROWS", block_rows)
+    monkeypatch.setattr(range_blocks, "MAX_BLOCK_ROWS", block_rows)
     x = draw(rng, batch, n_queries, n_keys)
     start, end = draw_ranges(rng, (*batch, n_queries), n_keys)
     shape = (*batch, n_queries, n_keys)

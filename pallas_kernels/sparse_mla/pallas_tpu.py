@@ -1,0 +1,133 @@
+"""Attention to listed keys on TPU: each query's rows are gathered by asynchronous copies. Forward."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import mosaic_tpu
+from pallas_kernels.mosaic_tpu import LANES, Ref
+from pallas_kernels.sparse_mla import pallas_tpu_rows as gathered
+
+
+def check(q_THD: Any, kv_SD: Any, topk_idx_TK: Any, *, scale: float, value_dim: int) -> None:
+    """Raise NotImplementedError, saying why, for what this kernel does not take; any widths and heads are taken."""
+    del value_dim
+    gathered.check(q_THD, kv_SD, topk_idx_TK, scale, 1)
+
+
+def attend(tiles: list[Array], q: Ref, out: Ref, lse: Ref, scale: float) -> None:
+    """Attend a query, heads on sublanes, to rows that are given in tiles of 128 columns."""
+    logits = functools.reduce(
+        lambda a, b: a + b,
+        (
+            mosaic_tpu.dot(q[0, :, c * LANES : (c + 1) * LANES], tile, mosaic_tpu.LAST_TO_LAST)
+            for c, tile in enumerate(tiles)
+        ),
+    )
+    logits *= scale
+    # An invalid slot's logit is far below the floor: its weight is 0 even in a row without any key.
+    peak = jnp.maximum(jnp.max(logits, axis=1, keepdims=True), gathered.FLOOR)
+    weights = jnp.exp(logits - peak)
+    total = jnp.sum(weights, axis=1, keepdims=True)
+    some = total > 0
+    divisor = jnp.where(some, total, 1.0)
+    for c in range(out.shape[2] // LANES):
+        weighted = mosaic_tpu.dot(
+            weights.astype(tiles[c].dtype), tiles[c], mosaic_tpu.ROWS_BY_COLUMNS
+        )
+        out[0, :, c * LANES : (c + 1) * LANES] = (weighted / divisor).astype(out.dtype)
+    column = jnp.where(some, peak + jnp.log(divisor), -jnp.inf)
+    lse[0] = jnp.broadcast_to(column, (column.shape[0], LANES)).T[:1]
+
+
+def _kernel(
+    slots: Ref,
+    next_slots: Ref,
+    table: Ref,
+    q: Ref,
+    out: Ref,
+    lse: Ref,
+    rows: Ref,
+    arrived: Ref,
+    *,
+    scale: float,
+) -> None:
+    """Step t: attend query t to its rows."""
+    half = gathered.fetch(slots, next_slots, table, rows, arrived)
+    attend([rows[half, :, c, :] for c in range(rows.shape[2])], q, out, lse, scale)
+
+
+def forward(
+    q_THD: Float[Array, "T H D"],
+    kv_SD: Float[Array, "S D"],
+    topk_idx_TK: Int[Array, "T K"],
+    *,
+    scale: float,
+    value_dim: int,
+) -> tuple[Float[Array, "T H U"], Float[Array, "T H"]]:
+    """Attend each query to its listed keys.
+
+    Weights are rounded to the dtype of the rows before they multiply the values; logits, sums and output accumulate in
+    float32. Rows of K slots are held in VMEM twice: while one query is worked on, the next one's rows arrive.
+
+    Args:
+        q_THD: Queries, bfloat16 or float32.
+        kv_SD: Keys of the same dtype; the values are the first `value_dim` columns.
+        topk_idx_TK: int32, slots outside [0, S) are ignored.
+        scale: Factor on the logits.
+        value_dim: Columns of the values.
+
+    Returns:
+        (out in the dtype of `kv`, lse float32, natural log); a row without valid slots gives 0 and -inf.
+
+    Raises:
+        NotImplementedError: As `check`.
+    """
+    check(q_THD, kv_SD, topk_idx_TK, scale=scale, value_dim=value_dim)
+    n_queries, n_heads = q_THD.shape[:2]
+    q, table = gathered.queries_of(q_THD), gathered.table_of(kv_SD)
+    slots = gathered.slots_of(topk_idx_TK, kv_SD.shape[0])
+    n_slots, heads, width = slots.shape[2], q.shape[1], q.shape[2]
+    value_width = mosaic_tpu.round_up(value_dim, LANES)
+
+    def of_query(t: Any) -> tuple[Any, int, int]:
+        return t, 0, 0
+
+    pairs = n_queries * heads * n_slots
+    out, lse = pl.pallas_call(
+        functools.partial(_kernel, scale=scale),
+        grid=(n_queries,),
+        in_specs=[
+            *gathered.slot_specs(n_queries, n_slots),
+            pl.BlockSpec(memory_space=pl.ANY),
+            pl.BlockSpec((1, heads, width), of_query),
+        ],
+        out_specs=[
+            pl.BlockSpec((1, heads, value_width), of_query),
+            pl.BlockSpec((1, 1, heads), of_query),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((n_queries, heads, value_width), kv_SD.dtype),
+            jax.ShapeDtypeStruct((n_queries, 1, heads), jnp.float32),
+        ],
+        scratch_shapes=gathered.scratch(n_slots, table.shape[1], kv_SD.dtype),
+        compiler_params=pltpu.CompilerParams(
+            # Each step starts the next one's copies, so one core takes them in order.
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=mosaic_tpu.VMEM_LIMIT,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * pairs * (width + value_width),
+            transcendentals=pairs,
+            bytes_accessed=kv_SD.dtype.itemsize
+            * (n_queries * n_slots * width + math.prod(q.shape)),
+        ),
+        name="sparse_mla_forward",
+    )(slots, slots, table, q)
+    return out[:, :n_heads, :value_dim], lse[:, 0, :n_heads]
