@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels
 from dsv32_jax import layers, sharding
@@ -14,6 +14,7 @@ from dsv32_jax.gate import Gate, Routing
 from dsv32_jax.segments import Segments
 from dsv32_jax.sharding import spec
 
+COUNT_PIECE = 512  # places whose running count is one product
 MIN_BLOCK, MAX_BLOCK = 8, 128  # rows that share one expert's weight in the blocked product
 
 
@@ -49,17 +50,30 @@ def plan_dispatch(
     n_choices = n_tokens * n_active
     local = experts_NA.reshape(-1) - first_expert
     local = jnp.where((local >= 0) & (local < n_local), local, n_local)
-    chose = (local[:, None] == jnp.arange(n_local)).astype(jnp.int32)
-    place = jnp.take_along_axis(
-        jnp.cumsum(chose, axis=0) - 1, jnp.minimum(local, n_local - 1)[:, None], axis=1
-    )[:, 0]
-    sizes = -(-jnp.sum(chose, axis=0, dtype=jnp.int32) // block) * block
-    first_row = jnp.cumsum(sizes) - sizes
+    chose_EN = local == jnp.arange(n_local)[:, None]
+    upto_EN = _running_count(chose_EN)
+    sizes = -(-upto_EN[:, -1] // block) * block
+    first_row_E = jnp.cumsum(sizes) - sizes
     n_rows = -(-n_choices // block) * block + n_local * block
-    row = jnp.where(local < n_local, first_row[jnp.minimum(local, n_local - 1)] + place, n_rows)
+    # A sum over the local experts, of which one was chosen: gathers from small tables compile for half a minute on TPU.
+    row = jnp.sum(jnp.where(chose_EN, first_row_E[:, None] + upto_EN - 1, 0), axis=0)
+    row = jnp.where(local < n_local, row, n_rows)
     token = jnp.full(n_rows, n_tokens, jnp.int32)
     token = token.at[row].set(jnp.arange(n_choices, dtype=jnp.int32) // n_active, mode="drop")
     return Dispatch(token, row.reshape(n_tokens, n_active).astype(jnp.int32), sizes)
+
+
+def _running_count(chose_EN: Bool[Array, "E N"]) -> Int[Array, "E N"]:
+    """Count the true entries of each row up to and with each place: within pieces by a product, which is exact."""
+    n = chose_EN.shape[1]
+    pieces = jnp.pad(chose_EN, ((0, 0), (0, -n % COUNT_PIECE)))
+    pieces = pieces.reshape(chose_EN.shape[0], -1, COUNT_PIECE).astype(jnp.bfloat16)
+    upto = jnp.triu(jnp.ones((COUNT_PIECE, COUNT_PIECE), jnp.bfloat16))
+    count = jnp.einsum("ebi,ij->ebj", pieces, upto, preferred_element_type=jnp.float32)
+    count = count.astype(jnp.int32)
+    total = count[:, :, -1]
+    count += (jnp.cumsum(total, axis=1) - total)[..., None]
+    return count.reshape(chose_EN.shape[0], -1)[:, :n]
 
 
 @jax.custom_vjp
