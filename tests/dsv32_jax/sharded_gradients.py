@@ -37,7 +37,7 @@ def draw_batch():
     """Draw packed rows with padding at an end, at the start and in the middle."""
     ids = np.ones((ROWS, LENGTH), np.int32)
     ids[0, 7:], ids[1, 13:], ids[2, :5], ids[3, 4:6] = 2, 0, 0, 0
-    tokens = np.random.default_rng(0).integers(0, 97, size=ids.shape)
+    tokens = np.random.default_rng(0).integers(0, 96, size=ids.shape)
     return Batch(jnp.asarray(tokens, jnp.int32), jnp.asarray(ids))
 
 

@@ -99,7 +99,8 @@ def parameter_count():
 
 
 def report(**changes):
-    values = {"step": "sparse", "topology": "v5p:2x2x1", "mesh": {"fsdp": 4}, "limit_bytes": 100.0} | changes  # fmt: skip
+    values = {"step": "sparse", "topology": "v5p:2x2x1", "mesh": {"fsdp": 4}}
+    values |= {"limit_bytes": 100.0} | changes
     return StepReport(**values)
 
 
