@@ -1,5 +1,7 @@
 """Mixture of experts: dropless dispatch to the routed experts, and the shared expert."""
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,6 +16,9 @@ from dsv32_jax.gate import Gate, Routing
 from dsv32_jax.segments import Segments
 from dsv32_jax.sharding import spec
 
+MAX_ROWS = (
+    2**17
+)  # rows for tokens of all experts here that are alive at once: 1.9 GB of the released width
 COUNT_PIECE = 512  # places whose running count is one product
 MIN_BLOCK, MAX_BLOCK = 8, 128  # rows that share one expert's weight in the blocked product
 
@@ -208,36 +213,84 @@ class MoE(nnx.Module):
 
 
 def _sharded_experts(x: Array, experts: Array, gates: Array, weights: tuple) -> Array:
-    """Gather the tokens of the expert axis, run the local experts on them, and sum back to each token's device.
+    """Run each device's experts on the tokens of its expert axis, and sum back to each token's device.
 
-    A batch or a sequence that its mesh axes do not divide, such as one prompt's piece, is on every device instead.
+    Weights are gathered as they are multiplied; their gradients are summed and cut in float32. Tokens travel in pieces,
+    as rows for the worst case, every token on one device, are many times those of the usual one. A batch or a sequence
+    that its mesh axes do not divide, such as one prompt's piece, is on every device instead.
     """
-    sharded = sharding.axis_size(*sharding.AXES) > 1  # a collective over an axis of size 1 is free
-    batch, length = (sharding.axis_size(*sharding.RULES[name]) for name in ("batch", "sequence"))
-    split = x.shape[0] % batch == 0 and x.shape[1] % length == 0
+    if sharding.axis_size(*sharding.AXES) == 1:
+        return _run_flat(x, experts, gates, weights, 0)
+    sizes = {
+        name: sharding.axis_size(*sharding.RULES[name]) for name in ("batch", "sequence", "embed")
+    }
+    split = x.shape[0] % sizes["batch"] == 0 and x.shape[1] % sizes["sequence"] == 0
+    embed = "embed" if x.shape[2] % sizes["embed"] == 0 else None
 
     def local(x: Array, experts: Array, gates: Array, weights: tuple) -> Array:
-        first_expert: Array | int = 0
-        if sharded:
+        first_expert = jax.lax.axis_index("expert") * weights[0].shape[0]
+        if embed:
+            weights = tuple(
+                _whole(w, axis, str(x.dtype)) for w, axis in zip(weights, (1, 1, 2), strict=True)
+            )
+
+        def run(part: tuple[Array, Array, Array]) -> Array:
             if split:
-                x, experts, gates = jax.lax.all_gather((x, experts, gates), "expert", tiled=True)
-            first_expert = jax.lax.axis_index("expert") * weights[0].shape[0]
-        x_ND, experts_NA, gates_NA = (a.reshape(-1, a.shape[-1]) for a in (x, experts, gates))
-        out = run_experts(x_ND, experts_NA, gates_NA, weights, first_expert).reshape(x.shape)
-        if sharded:
-            out = jax.lax.psum(out, "tensor")
+                part = jax.lax.all_gather(part, "expert", tiled=True)
+            out = jax.lax.psum(_run_flat(*part, weights, first_expert), "tensor")
             if split:
-                out = jax.lax.psum_scatter(out, "expert", tiled=True)
-            else:
-                out = jax.lax.psum(out, "expert")
-        return out
+                return jax.lax.psum_scatter(out, "expert", tiled=True)
+            return jax.lax.psum(out, "expert")
+
+        return _in_pieces(run, (x, experts, gates), sharding.axis_size("expert") if split else 1)
 
     token = spec("batch", "sequence") if split else spec()
     weight_specs = (
-        spec("experts", None, "ffn"),
-        spec("experts", None, "ffn"),
-        spec("experts", "ffn"),
+        spec("experts", embed, "ffn"),
+        spec("experts", embed, "ffn"),
+        spec("experts", "ffn", embed),
     )
     return sharding.shard_map(local, (token, token, token, weight_specs), token)(
         x, experts, gates, weights
     )
+
+
+def _run_flat(x: Array, experts: Array, gates: Array, weights: tuple, first: Array | int) -> Array:
+    x_ND, experts_NA, gates_NA = (a.reshape(-1, a.shape[-1]) for a in (x, experts, gates))
+    return run_experts(x_ND, experts_NA, gates_NA, weights, first).reshape(x.shape)
+
+
+def _in_pieces(run: Callable, part: tuple[Array, Array, Array], gathered: int) -> Array:
+    """Apply run to pieces of the sequence, so that no more than MAX_ROWS rows are alive, forward and back."""
+    batch, length, n_active = part[1].shape
+    pieces = 1
+    while batch * length * n_active * gathered > pieces * MAX_ROWS and length % (2 * pieces) == 0:
+        pieces *= 2
+    if pieces == 1:
+        return run(part)
+    cut = jax.tree.map(
+        lambda a: jnp.moveaxis(a.reshape(batch, pieces, -1, a.shape[-1]), 1, 0), part
+    )
+    out = jax.lax.map(jax.checkpoint(run), cut)
+    return jnp.moveaxis(out, 0, 1).reshape(batch, length, -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _whole(weight: Array, axis: int, dtype: str) -> Array:
+    """Gather a weight's shards in the dtype of its products."""
+    return jax.lax.all_gather(weight.astype(dtype), sharding.RULES["embed"], axis=axis, tiled=True)
+
+
+def _whole_fwd(weight: Array, axis: int, dtype: str) -> tuple[Array, None]:
+    return _whole(weight, axis, dtype), None
+
+
+def _whole_bwd(axis: int, dtype: str, saved: None, grad: Array) -> tuple[Array]:
+    del dtype, saved
+    axes = sharding.RULES["embed"]
+    return (
+        jax.lax.psum_scatter(grad.astype(jnp.float32), axes, scatter_dimension=axis, tiled=True),
+    )
+
+
+_whole.defvjp(_whole_fwd, _whole_bwd)

@@ -2,7 +2,7 @@
 
 `python sharded_gradients.py '[["sparse", {"tensor": 2}], ...]'` prints one JSON object a case: the largest relative
 error over gradients and loss sums against one device, and the largest difference in an expert's load. A third word
-"untyped" runs it as around GPU kernels, without types of varying axes.
+"untyped" runs it as around GPU kernels, without types of varying axes; "pieces" sends tokens to experts in pieces.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from dsv32_jax import config, parameters, sharding
+from dsv32_jax import config, moe, parameters, sharding
 from train import step
 from train.losses import Batch
 
@@ -98,6 +98,7 @@ def main():
         if stage not in expected:
             expected[stage] = run(stage, {"data": 1})  # "gathered" must equal "sparse" too
         sharding.types_checked = (lambda: False) if "untyped" in words else checked
+        moe.MAX_ROWS = 16 if "pieces" in words else 2**17
         result = compare(run(case, sizes), expected[stage])
         sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
