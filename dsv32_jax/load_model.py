@@ -86,7 +86,11 @@ def layout(cfg: ModelConfig, mesh: Mesh | None, *, narrow: bool) -> Parameters:
     """
     shapes = parameters.abstract(cfg)
     first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    places = parameters.shardings(cfg, mesh) if mesh else jax.tree.map(lambda _: first, shapes)
+    places = (
+        parameters.shardings(cfg, mesh, training=False)
+        if mesh
+        else jax.tree.map(lambda _: first, shapes)
+    )
 
     def describe(name: str, shape: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
         dtype = parameters.product_dtype(name, cfg) if narrow else shape.dtype

@@ -222,10 +222,11 @@ def _sharded_experts(x: Array, experts: Array, gates: Array, weights: tuple) -> 
     if sharding.axis_size(*sharding.AXES) == 1:
         return _run_flat(x, experts, gates, weights, 0)
     sizes = {
-        name: sharding.axis_size(*sharding.RULES[name]) for name in ("batch", "sequence", "embed")
+        name: sharding.axis_size(*sharding.RULES[name])
+        for name in ("batch", "sequence", "expert_embed")
     }
     split = x.shape[0] % sizes["batch"] == 0 and x.shape[1] % sizes["sequence"] == 0
-    embed = "embed" if x.shape[2] % sizes["embed"] == 0 else None
+    embed = "expert_embed" if x.shape[2] % sizes["expert_embed"] == 0 else None
 
     def local(x: Array, experts: Array, gates: Array, weights: tuple) -> Array:
         first_expert = jax.lax.axis_index("expert") * weights[0].shape[0]
@@ -278,7 +279,9 @@ def _in_pieces(run: Callable, part: tuple[Array, Array, Array], gathered: int) -
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _whole(weight: Array, axis: int, dtype: str) -> Array:
     """Gather a weight's shards in the dtype of its products."""
-    return jax.lax.all_gather(weight.astype(dtype), sharding.RULES["embed"], axis=axis, tiled=True)
+    return jax.lax.all_gather(
+        weight.astype(dtype), sharding.RULES["expert_embed"], axis=axis, tiled=True
+    )
 
 
 def _whole_fwd(weight: Array, axis: int, dtype: str) -> tuple[Array, None]:
@@ -287,7 +290,7 @@ def _whole_fwd(weight: Array, axis: int, dtype: str) -> tuple[Array, None]:
 
 def _whole_bwd(axis: int, dtype: str, saved: None, grad: Array) -> tuple[Array]:
     del dtype, saved
-    axes = sharding.RULES["embed"]
+    axes = sharding.RULES["expert_embed"]
     return (
         jax.lax.psum_scatter(grad.astype(jnp.float32), axes, scatter_dimension=axis, tiled=True),
     )

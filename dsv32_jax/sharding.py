@@ -30,7 +30,11 @@ RULES: dict[str, tuple[str, ...]] = {
     "rows": ("context", "tensor"),  # queries, where every device needs all heads
     "cache": BATCH_AXES,  # rows of the paged cache; a page belongs to any sequence
     # parameters
-    "embed": ("fsdp", "context"),
+    "embed": ("fsdp", "context", "expert"),
+    "expert_embed": (
+        "fsdp",
+        "context",
+    ),  # of the experts' weights, which the expert axis cuts by itself
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "ffn": ("tensor",),

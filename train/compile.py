@@ -1,21 +1,20 @@
 """Compile a run's steps for a TPU pod without the pod, and say what each needs there."""
 
 import argparse
-import concurrent.futures
 import logging
 import multiprocessing
 import os
 import resource
 import sys
 import time
-from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from dsv32_jax import command_line, json_files, sharding
-from dsv32_jax.errors import UsageError
+from dsv32_jax.errors import UsageError, UserError
 from train import command, overrides, pod_report, pod_steps, topology, traced
 from train.pod_report import StepReport
 from train.pod_steps import PodStep, ServingShape
@@ -116,19 +115,34 @@ def _in_a_process(
 ) -> StepReport:
     """Compile one step in a new process: the compiler may end its process, and its memory is measured by itself."""
     began, context = time.monotonic(), multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        future = pool.submit(compile_step, cfg, target, name, shape, log)
-        while True:
-            try:
-                return future.result(timeout=SAY_EVERY_S)
-            except TimeoutError:
-                logger.info("%s for %s: %.0f s", name, target, time.monotonic() - began)
-            except BrokenProcessPool:
-                return StepReport(
-                    step=name, topology=str(target), mesh={},
-                    limit_bytes=target.chip.hbm_bytes,
-                    message=f"the compiler's process ended; its last words are in {log}",
-                )  # fmt: skip
+    receiving, sending = context.Pipe(duplex=False)
+    arguments = (sending, cfg, target, name, shape, log)
+    child = context.Process(target=_compile_and_send, args=arguments, daemon=True)
+    child.start()
+    sending.close()
+    try:
+        while not receiving.poll(SAY_EVERY_S):
+            logger.info("%s for %s: %.0f s", name, target, time.monotonic() - began)
+        found = receiving.recv()
+    except EOFError:
+        return StepReport(
+            step=name, topology=str(target), mesh={}, limit_bytes=target.chip.hbm_bytes,
+            message=f"the compiler's process ended; its last words are in {log}",
+        )  # fmt: skip
+    finally:
+        child.terminate()
+        child.join()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _compile_and_send(sending: Connection, *arguments: Any) -> None:
+    """Send the report, or an error meant for people; any other ends this process with its traceback in the log."""
+    try:
+        sending.send(compile_step(*arguments))
+    except (ValueError, NotImplementedError, UserError) as error:
+        sending.send(error)
 
 
 def compile_step(
@@ -170,7 +184,8 @@ def _compile(report: StepReport, step: PodStep, target: Topology, mesh: jax.shar
         trace = step.jitted.trace(*step.arguments)
         lowered = trace.lower()
     report.lower_s = time.monotonic() - began
-    report.executed_flops = traced.executed_flops(trace.jaxpr, mesh.size) / mesh.size
+    filled = 1 / mesh.shape["expert"]
+    report.executed_flops = traced.executed_flops(trace.jaxpr, mesh.size, filled) / mesh.size
     began = time.monotonic()
     try:
         compiled = lowered.compile()

@@ -26,12 +26,14 @@ class Value(NamedTuple):
     source: str
 
 
-def executed_flops(jaxpr: Any, n_devices: int) -> float:
+def executed_flops(jaxpr: Any, n_devices: int, filled: float = 1.0) -> float:
     """Add up the FLOPs of every product of a program, a multiply and an add counted as two.
 
     Args:
         jaxpr: A Jaxpr or ClosedJaxpr.
         n_devices: Devices of the mesh; a `shard_map`'s body runs on each of them.
+        filled: Share of the rows of grouped products that are in a group, and so are computed: 1 / (expert axis) where
+            the experts' load is even, as rows are allotted for every token of the axis.
 
     Returns:
         FLOPs of one run on all devices together. Loops count as often as they run (a `while` of unknown length once),
@@ -43,9 +45,9 @@ def executed_flops(jaxpr: Any, n_devices: int) -> float:
         if name == "dot_general":
             total += _product(eqn)
         elif name in ("ragged_dot", "ragged_dot_general"):
-            total += _ragged_product(eqn)
+            total += filled * _ragged_product(eqn)
         else:
-            inner = [executed_flops(sub, n_devices) for sub in _inside(eqn)]
+            inner = [executed_flops(sub, n_devices, filled) for sub in _inside(eqn)]
             if inner:
                 times = eqn.params["length"] if name == "scan" else 1
                 times *= n_devices if name == "shard_map" else 1

@@ -123,6 +123,23 @@ def test_the_exit_status_follows_what_fits(monkeypatch, tmp_path, config_file, m
     assert json.loads((tmp_path / "summary.json").read_text())["sparse/status"] == "not compiled"
 
 
+def test_a_compiler_that_ends_its_process_is_reported(monkeypatch, tmp_path, config_file):
+    from train import config_file as config_files
+    from train import topology
+
+    monkeypatch.setattr(
+        pod_compile, "_compile_and_send", os._exit
+    )  # of a Connection: it ends at once
+    target = topology.parse("v5p:2x2x1")
+    found = pod_compile._in_a_process(
+        config_files.load_config(str(config_file)),
+        target, "sparse", pod_compile.ServingShape(), tmp_path / "sparse.log",
+    )  # fmt: skip
+    assert found.status == "not compiled"
+    assert "the compiler's process ended" in found.message
+    assert "sparse.log" in found.message
+
+
 def test_the_smallest_pod_spreads_the_arguments_and_keeps_the_rest():
     from train import topology
 

@@ -40,6 +40,7 @@ def test_each_row_of_a_ragged_product_meets_one_group():
 
     one = 2 * 8 * 16 * 32
     assert traced.executed_flops(trace(fn, (8, 16), (2, 16, 32)), 1) == one
+    assert traced.executed_flops(trace(fn, (8, 16), (2, 16, 32)), 1, 0.25) == one / 4
     gradients = traced.executed_flops(trace(jax.grad(fn, (0, 1)), (8, 16), (2, 16, 32)), 1)
     assert gradients in (2 * one, 3 * one)  # the forward product may be dropped as unused
 
