@@ -62,7 +62,8 @@ def main(
     Raises:
         UsageError: If the topology, a step or the mesh cannot be.
     """
-    os.environ.update(topology.LIBTPU_ENVIRONMENT, JAX_PLATFORMS="cpu")
+    os.environ.update(topology.LIBTPU_ENVIRONMENT, JAX_PLATFORMS="cpu")  # of the compiling process
+    jax.config.update("jax_platforms", "cpu")
     with command_line.wrong_usage():
         target = topology.parse(topology_name)
         names = steps.split(",") if steps else list(cfg.stages)
@@ -124,6 +125,7 @@ def _in_a_process(
         while not receiving.poll(SAY_EVERY_S):
             logger.info("%s for %s: %.0f s", name, target, time.monotonic() - began)
         found = receiving.recv()
+        child.join()
     except EOFError:
         return StepReport(
             step=name, topology=str(target), mesh={}, limit_bytes=target.chip.hbm_bytes,

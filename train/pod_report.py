@@ -1,5 +1,7 @@
 """What a compiled step needs on a pod, as plain figures and as the text that a person reads."""
 
+import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -185,7 +187,9 @@ def square_buffers(program: Program, n_keys: int, n_queries: int) -> list[str]:
             if n_keys not in sizes or not hlo.array_bytes(dtype, dims, layout):
                 continue
             sizes.remove(n_keys)
-            if n_queries in sizes:
+            # Queries may be cut into blocks: any neighbouring dimensions that multiply to T.
+            runs = itertools.combinations(range(len(sizes) + 1), 2)
+            if any(math.prod(sizes[a:b]) == n_queries for a, b in runs):
                 source = program.source(instruction, SOURCES)
                 found.setdefault(source, f"a buffer of T x S, {dtype}[{dims}], at {source}")
     return list(found.values())

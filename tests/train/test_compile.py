@@ -31,7 +31,7 @@ def get_config():
     )
     rate = Schedule(peak=1e-4)
     return RunConfig(
-        model=model, data=DataConfig(seq_len=512, batch_size=4, seed=0), init_from="somewhere",
+        model=model, data=DataConfig(seq_len=384, batch_size=4, seed=0), init_from="somewhere",
         mesh=MeshConfig(ici_fsdp=2, ici_expert=2),
         sparse=StageConfig(steps=1, optimizer=OptimizerConfig(main=rate, indexer=rate)),
     )
@@ -87,6 +87,8 @@ def test_a_small_run_compiles_for_a_pod_and_fits(config_file, tmp_path):
     assert report["executed_flops"] > report["model_flops"] > 0
     assert {"all-gather", "reduce-scatter"} <= report["collectives"].keys()
     assert report["live_bytes"] == pytest.approx(report["peak_bytes"] - report["arguments_bytes"], rel=0.5)  # fmt: skip
+    # The masked form's selection, one byte a pair; everything else is cut into blocks of queries.
+    assert all("pred[" in found or "s8[" in found for found in report["findings"])
     assert "smallest pod v5p:2x2x1" in run.stdout
 
 
@@ -189,4 +191,5 @@ def test_a_buffer_of_queries_by_keys_is_found_and_one_in_blocks_is_not():
     assert "f32[512,8192]" in found[0]
     assert pod_report.square_buffers(hlo.parse(line("128,8192")), 8192, 512) == []
     assert pod_report.square_buffers(hlo.parse(line("8192,8192")), 8192, 8192) != []
+    assert pod_report.square_buffers(hlo.parse(line("4,128,8192")), 8192, 512) != []
     assert pod_report.square_buffers(hlo.parse(line("8192,4")), 8192, 8192) == []
