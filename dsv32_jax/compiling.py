@@ -1,6 +1,6 @@
 """Compiler options of the programs that a run compiles."""
 
-import jax
+from pallas_kernels import dispatch
 
 
 def compiler_options() -> dict[str, int] | None:
@@ -12,4 +12,4 @@ def compiler_options() -> dict[str, int] | None:
     Returns:
         Options by name, or None for the backend's own.
     """
-    return {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
+    return {"xla_backend_optimization_level": 1} if dispatch.platform() == "cpu" else None

@@ -56,7 +56,7 @@ def load_model(
         raise ValueError(f"{path} is a file; needed is {KINDS}")
 
     def place(cfg: ModelConfig) -> Parameters:
-        return _layout(cfg, mesh, narrow=narrow)
+        return layout(cfg, mesh, narrow=narrow)
 
     if path == run_folder.folder_of(path):
         if not (path / CONFIG).is_file():
@@ -73,11 +73,24 @@ def load_model(
     return _load_step(run_folder.find(storage.as_path(path), checksums=True), dtype, place)
 
 
-def _layout(cfg: ModelConfig, mesh: Mesh | None, *, narrow: bool) -> Parameters:
-    """Return shape, dtype and place of every parameter."""
+def layout(cfg: ModelConfig, mesh: Mesh | None, *, narrow: bool) -> Parameters:
+    """Return shape, dtype and place of every parameter of a model that is loaded for running.
+
+    Args:
+        cfg: The model.
+        mesh: Where the parameters go; None is the first device.
+        narrow: Keep each parameter in the dtype of its products instead of float32.
+
+    Returns:
+        Parameters of jax.ShapeDtypeStruct with shardings.
+    """
     shapes = parameters.abstract(cfg)
     first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    places = parameters.shardings(cfg, mesh) if mesh else jax.tree.map(lambda _: first, shapes)
+    places = (
+        parameters.shardings(cfg, mesh, training=False)
+        if mesh
+        else jax.tree.map(lambda _: first, shapes)
+    )
 
     def describe(name: str, shape: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
         dtype = parameters.product_dtype(name, cfg) if narrow else shape.dtype

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dsv32_jax import layers, segments, sharding
+from dsv32_jax import embedding, layers, segments
 from dsv32_jax.block import Block, LayerStats
 from dsv32_jax.config import ModelConfig, Remat
 from dsv32_jax.mla import AttentionMode, Probe
@@ -128,9 +128,7 @@ class DeepSeekV32(nnx.Module):
             return layers.project("btd,dv->btv", hidden_BTD.astype(jnp.float32), self.head)
 
     def _embed(self, tokens: Array) -> Array:
-        # Whole rows on every device, so that the lookup need not be moved from the width to the batch afterwards.
-        table = sharding.constrain(self.embed[...].astype(self.cfg.dtype), "vocab", None)
-        return sharding.constrain(table[tokens], "batch", "sequence", None)
+        return embedding.lookup(self.embed[...], tokens, self.cfg.dtype)
 
     def _run_mtp(
         self,
@@ -187,4 +185,4 @@ def abstract_model(cfg: ModelConfig) -> Any:
     Returns:
         A DeepSeekV32 of jax.ShapeDtypeStruct.
     """
-    return jax.eval_shape(lambda key: DeepSeekV32(cfg, rngs=nnx.Rngs(key)), jax.random.key(0))
+    return jax.eval_shape(lambda: DeepSeekV32(cfg, rngs=nnx.Rngs(jax.random.key(0))))

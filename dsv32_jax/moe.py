@@ -1,11 +1,13 @@
 """Mixture of experts: dropless dispatch to the routed experts, and the shared expert."""
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels
 from dsv32_jax import layers, sharding
@@ -14,6 +16,10 @@ from dsv32_jax.gate import Gate, Routing
 from dsv32_jax.segments import Segments
 from dsv32_jax.sharding import spec
 
+MAX_ROWS = (
+    2**17
+)  # rows for tokens of all experts here that are alive at once: 1.9 GB of the released width
+COUNT_PIECE = 512  # places whose running count is one product
 MIN_BLOCK, MAX_BLOCK = 8, 128  # rows that share one expert's weight in the blocked product
 
 
@@ -49,17 +55,30 @@ def plan_dispatch(
     n_choices = n_tokens * n_active
     local = experts_NA.reshape(-1) - first_expert
     local = jnp.where((local >= 0) & (local < n_local), local, n_local)
-    chose = (local[:, None] == jnp.arange(n_local)).astype(jnp.int32)
-    place = jnp.take_along_axis(
-        jnp.cumsum(chose, axis=0) - 1, jnp.minimum(local, n_local - 1)[:, None], axis=1
-    )[:, 0]
-    sizes = -(-jnp.sum(chose, axis=0, dtype=jnp.int32) // block) * block
-    first_row = jnp.cumsum(sizes) - sizes
+    chose_EN = local == jnp.arange(n_local)[:, None]
+    upto_EN = _running_count(chose_EN)
+    sizes = -(-upto_EN[:, -1] // block) * block
+    first_row_E = jnp.cumsum(sizes) - sizes
     n_rows = -(-n_choices // block) * block + n_local * block
-    row = jnp.where(local < n_local, first_row[jnp.minimum(local, n_local - 1)] + place, n_rows)
+    # A sum over the local experts, of which one was chosen: gathers from small tables compile for half a minute on TPU.
+    row = jnp.sum(jnp.where(chose_EN, first_row_E[:, None] + upto_EN - 1, 0), axis=0)
+    row = jnp.where(local < n_local, row, n_rows)
     token = jnp.full(n_rows, n_tokens, jnp.int32)
     token = token.at[row].set(jnp.arange(n_choices, dtype=jnp.int32) // n_active, mode="drop")
     return Dispatch(token, row.reshape(n_tokens, n_active).astype(jnp.int32), sizes)
+
+
+def _running_count(chose_EN: Bool[Array, "E N"]) -> Int[Array, "E N"]:
+    """Count the true entries of each row up to and with each place: within pieces by a product, which is exact."""
+    n = chose_EN.shape[1]
+    pieces = jnp.pad(chose_EN, ((0, 0), (0, -n % COUNT_PIECE)))
+    pieces = pieces.reshape(chose_EN.shape[0], -1, COUNT_PIECE).astype(jnp.bfloat16)
+    upto = jnp.triu(jnp.ones((COUNT_PIECE, COUNT_PIECE), jnp.bfloat16))
+    count = jnp.einsum("ebi,ij->ebj", pieces, upto, preferred_element_type=jnp.float32)
+    count = count.astype(jnp.int32)
+    total = count[:, :, -1]
+    count += (jnp.cumsum(total, axis=1) - total)[..., None]
+    return count.reshape(chose_EN.shape[0], -1)[:, :n]
 
 
 @jax.custom_vjp
@@ -203,37 +222,96 @@ class MoE(nnx.Module):
 def _sharded_experts(
     x: Array, experts: Array, gates: Array, weights: tuple, implementation: str | None
 ) -> Array:
-    """Gather the tokens of the expert axis, run the local experts on them, and sum back to each token's device.
+    """Run each device's experts on the tokens of its expert axis, and sum back to each token's device.
 
-    A batch or a sequence that its mesh axes do not divide, such as one prompt's piece, is on every device instead.
+    Weights are gathered as they are multiplied; their gradients are summed and cut in float32. Tokens travel in pieces,
+    as rows for the worst case, every token on one device, are many times those of the usual one. A batch or a sequence
+    that its mesh axes do not divide, such as one prompt's piece, is on every device instead.
     """
-    sharded = sharding.axis_size(*sharding.AXES) > 1  # a collective over an axis of size 1 is free
-    batch, length = (sharding.axis_size(*sharding.RULES[name]) for name in ("batch", "sequence"))
-    split = x.shape[0] % batch == 0 and x.shape[1] % length == 0
+    if sharding.axis_size(*sharding.AXES) == 1:
+        return _run_flat(x, experts, gates, weights, 0, implementation)
+    sizes = {
+        name: sharding.axis_size(*sharding.RULES[name])
+        for name in ("batch", "sequence", "expert_embed")
+    }
+    split = x.shape[0] % sizes["batch"] == 0 and x.shape[1] % sizes["sequence"] == 0
+    embed = "expert_embed" if x.shape[2] % sizes["expert_embed"] == 0 else None
 
     def local(x: Array, experts: Array, gates: Array, weights: tuple) -> Array:
-        first_expert: Array | int = 0
-        if sharded:
+        first_expert = jax.lax.axis_index("expert") * weights[0].shape[0]
+        if embed:
+            weights = tuple(
+                _whole(w, axis, str(x.dtype)) for w, axis in zip(weights, (1, 1, 2), strict=True)
+            )
+
+        def run(part: tuple[Array, Array, Array]) -> Array:
             if split:
-                x, experts, gates = jax.lax.all_gather((x, experts, gates), "expert", tiled=True)
-            first_expert = jax.lax.axis_index("expert") * weights[0].shape[0]
-        x_ND, experts_NA, gates_NA = (a.reshape(-1, a.shape[-1]) for a in (x, experts, gates))
-        out = run_experts(x_ND, experts_NA, gates_NA, weights, first_expert, implementation)
-        out = out.reshape(x.shape)
-        if sharded:
+                part = jax.lax.all_gather(part, "expert", tiled=True)
+            out = _run_flat(*part, weights, first_expert, implementation)
             out = jax.lax.psum(out, "tensor")
             if split:
-                out = jax.lax.psum_scatter(out, "expert", tiled=True)
-            else:
-                out = jax.lax.psum(out, "expert")
-        return out
+                return jax.lax.psum_scatter(out, "expert", tiled=True)
+            return jax.lax.psum(out, "expert")
+
+        return _in_pieces(run, (x, experts, gates), sharding.axis_size("expert") if split else 1)
 
     token = spec("batch", "sequence") if split else spec()
     weight_specs = (
-        spec("experts", None, "ffn"),
-        spec("experts", None, "ffn"),
-        spec("experts", "ffn"),
+        spec("experts", embed, "ffn"),
+        spec("experts", embed, "ffn"),
+        spec("experts", "ffn", embed),
     )
     return sharding.shard_map(local, (token, token, token, weight_specs), token)(
         x, experts, gates, weights
     )
+
+
+def _run_flat(
+    x: Array,
+    experts: Array,
+    gates: Array,
+    weights: tuple,
+    first: Array | int,
+    implementation: str | None,
+) -> Array:
+    x_ND, experts_NA, gates_NA = (a.reshape(-1, a.shape[-1]) for a in (x, experts, gates))
+    out = run_experts(x_ND, experts_NA, gates_NA, weights, first, implementation)
+    return out.reshape(x.shape)
+
+
+def _in_pieces(run: Callable, part: tuple[Array, Array, Array], gathered: int) -> Array:
+    """Apply run to pieces of the sequence, so that no more than MAX_ROWS rows are alive, forward and back."""
+    batch, length, n_active = part[1].shape
+    pieces = 1
+    while batch * length * n_active * gathered > pieces * MAX_ROWS and length % (2 * pieces) == 0:
+        pieces *= 2
+    if pieces == 1:
+        return run(part)
+    cut = jax.tree.map(
+        lambda a: jnp.moveaxis(a.reshape(batch, pieces, -1, a.shape[-1]), 1, 0), part
+    )
+    out = jax.lax.map(jax.checkpoint(run), cut)
+    return jnp.moveaxis(out, 0, 1).reshape(batch, length, -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _whole(weight: Array, axis: int, dtype: str) -> Array:
+    """Gather a weight's shards in the dtype of its products."""
+    return jax.lax.all_gather(
+        weight.astype(dtype), sharding.RULES["expert_embed"], axis=axis, tiled=True
+    )
+
+
+def _whole_fwd(weight: Array, axis: int, dtype: str) -> tuple[Array, None]:
+    return _whole(weight, axis, dtype), None
+
+
+def _whole_bwd(axis: int, dtype: str, saved: None, grad: Array) -> tuple[Array]:
+    del dtype, saved
+    axes = sharding.RULES["expert_embed"]
+    return (
+        jax.lax.psum_scatter(grad.astype(jnp.float32), axes, scatter_dimension=axis, tiled=True),
+    )
+
+
+_whole.defvjp(_whole_fwd, _whole_bwd)

@@ -31,9 +31,9 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "ffn.w2": ("ffn", "embed"),
     "gate.weight": ("embed", None),
     "gate.bias": (None,),
-    "moe.w1": ("experts", "embed", "ffn"),
-    "moe.w3": ("experts", "embed", "ffn"),
-    "moe.w2": ("experts", "ffn", "embed"),
+    "moe.w1": ("experts", "expert_embed", "ffn"),
+    "moe.w3": ("experts", "expert_embed", "ffn"),
+    "moe.w2": ("experts", "ffn", "expert_embed"),
     "shared.w1": ("embed", "ffn"),
     "shared.w3": ("embed", "ffn"),
     "shared.w2": ("ffn", "embed"),
@@ -161,18 +161,27 @@ def abstract(cfg: ModelConfig) -> Parameters:
     return flatten(abstract_model(cfg))
 
 
-def shardings(cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Parameters:
+def shardings(
+    cfg: ModelConfig, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, *, training: bool = True
+) -> Parameters:
     """Return where every parameter lives.
 
     Args:
         cfg: The model.
         mesh: The mesh.
+        training: Also cut what is not an expert's along the expert axis, so that no device holds the optimizer's state
+            of another; a model that only runs has no such state, and would gather those weights at every token.
 
     Returns:
         Parameters of NamedSharding.
     """
+
+    def axes_of(name: str) -> tuple[str | None, ...]:
+        axes = logical_axes(name)
+        return axes if training else tuple("expert_embed" if a == "embed" else a for a in axes)
+
     shapes = abstract(cfg)
-    axes = Parameters(*({name: logical_axes(name) for name in group} for group in shapes))
+    axes = Parameters(*({name: axes_of(name) for name in group} for group in shapes))
     return sharding.parameter_shardings(mesh, shapes, axes)
 
 

@@ -13,10 +13,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv32_jax.config import require
+from pallas_kernels import dispatch
 
 AXES = ("data", "fsdp", "expert", "tensor", "context")
 BATCH_AXES = ("data", "fsdp", "expert")
@@ -28,7 +30,11 @@ RULES: dict[str, tuple[str, ...]] = {
     "rows": ("context", "tensor"),  # queries, where every device needs all heads
     "cache": BATCH_AXES,  # rows of the paged cache; a page belongs to any sequence
     # parameters
-    "embed": ("fsdp", "context"),
+    "embed": ("fsdp", "context", "expert"),
+    "expert_embed": (
+        "fsdp",
+        "context",
+    ),  # of the experts' weights, which the expert axis cuts by itself
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "ffn": ("tensor",),
@@ -133,14 +139,15 @@ def make_mesh(cfg: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     n_slices = len({getattr(device, "slice_index", 0) for device in devices})
     dcn = _fill([cfg.size("dcn", axis) for axis in AXES], n_slices, "dcn")
     ici = _fill([cfg.size("ici", axis) for axis in AXES], len(devices) // n_slices, "ici")
-    types = (AxisType.Auto,) * len(AXES)
     if n_slices > 1:
-        from jax.experimental import mesh_utils
-
-        grid = mesh_utils.create_hybrid_device_mesh(tuple(ici), tuple(dcn), devices=devices)
-        return Mesh(grid, AXES, axis_types=types)
-    shape = tuple(np.multiply(ici, dcn).tolist())
-    return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+        grid = mesh_utils.create_hybrid_device_mesh(
+            ici, dcn, devices=devices, allow_split_physical_axes=True
+        )
+    else:
+        # An axis of 16 on a torus of 8x8x8 takes one of its dimensions and a part of another.
+        shape = np.multiply(ici, dcn).tolist()
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
@@ -172,8 +179,8 @@ def replicated(tree: Any) -> Any:
 
 
 def types_checked() -> bool:
-    """Whether results are checked by types of varying axes; those of GPU kernels carry none."""
-    return jax.default_backend() != "gpu"
+    """Tell whether results are checked by types of varying axes: on a CPU only, as those of kernels carry none."""
+    return dispatch.platform() == "cpu"
 
 
 def shard_map(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

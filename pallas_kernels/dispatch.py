@@ -93,8 +93,19 @@ def multiprocessors() -> int:
     return int(getattr(_device(), "core_count", MULTIPROCESSORS))
 
 
+def platform() -> str:
+    """Return the platform that computations go to: "cpu", "gpu" or "tpu"."""
+    return _device().platform
+
+
 def _device() -> Any:
-    """Return the device that computations go to."""
+    """Return the device that computations go to; a mesh of another platform is one that is compiled for from here."""
+    local = _local_device()
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    return local if target is None or target.platform == local.platform else target
+
+
+def _local_device() -> Any:
     default = jax.config.jax_default_device
     if default is None or isinstance(default, str):  # None, or a platform's name
         return jax.devices(default)[0]

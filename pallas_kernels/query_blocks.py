@@ -6,9 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import dispatch
+
 MAX_SPANS = 4  # key prefixes compiled apart; 4 of them skip 37% of a causal square
 MAX_BLOCK_ROWS = 128
 MAX_BLOCK_ELEMENTS = 2**28  # float32: 1 GiB for one block's largest array
+
+
+def _max_spans() -> int:
+    """Return MAX_SPANS, or 1 for a TPU, whose compiler takes minutes for what is written four times."""
+    return 1 if dispatch.platform() == "tpu" else MAX_SPANS
 
 
 def rows_per_block(row_elements: int) -> int:
@@ -47,7 +54,7 @@ def map_query_blocks(
     """
     n_rows = jax.tree.leaves(rows)[0].shape[0]
     n_blocks = -(-n_rows // block)
-    n_spans = min(n_blocks, MAX_SPANS) if causal else 1
+    n_spans = min(n_blocks, _max_spans()) if causal else 1
     span = -(-n_blocks // n_spans) * block
     parts = []
     for first in range(0, n_rows, span):

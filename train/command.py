@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Never
+from typing import Never
 
 from dsv32_jax import command_line, errors
 from train import config_file, overrides
@@ -21,19 +21,22 @@ class CommandHelp:
       summary: what it does, in a sentence or two.
       examples: whole command lines, one a line.
       default_config: the config where `--config` is not given; None makes it required.
+      folder_prefix: begins the name of the default folder, of a command that is no run of its config.
     """
 
     name: str
     summary: str
     examples: str
     default_config: str | None = None
+    folder_prefix: str = ""
 
 
 def run_command(
-    main: Callable[[Any, Path], int | None],
+    main: Callable[..., int | None],
     argv: Sequence[str] | None = None,
     *,
     about: CommandHelp,
+    add_options: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> int:
     """Run a command's main function for a command line, inside a `command_line.Boundary`.
 
@@ -42,6 +45,7 @@ def run_command(
         status, None meaning 0.
       argv: the arguments; those of this process by default.
       about: for `--help`.
+      add_options: adds what no config holds; `main` then takes the parsed arguments as a third argument.
 
     Returns:
       The exit status, for `sys.exit`.
@@ -51,12 +55,16 @@ def run_command(
         command_line.logging_to_stderr(),
         command_line.sigterm_raises(),
     ):
-        args = _parser(about).parse_intermixed_args(argv)
+        parser = _parser(about)
+        if add_options is not None:
+            add_options(parser)
+        args = parser.parse_intermixed_args(argv)
         cfg = overrides.apply_overrides(config_file.load_config(args.config), args.overrides)
-        workdir = args.workdir or Path("runs") / Path(args.config).stem
+        workdir = args.workdir or Path("runs") / f"{about.folder_prefix}{Path(args.config).stem}"
         _make_writable(workdir)
         boundary.workdir, boundary.started = workdir, True
-        boundary.status = main(cfg, workdir) or 0
+        extra = () if add_options is None else (args,)
+        boundary.status = main(cfg, workdir, *extra) or 0
         if boundary.status == 0 and command_line.process_index() == 0:
             sys.stdout.write(f"results are in {workdir}\n")
     return boundary.status
@@ -86,7 +94,7 @@ def _parser(about: CommandHelp) -> argparse.ArgumentParser:
         "--workdir",
         metavar="DIR",
         type=Path,
-        help="the run's folder; one that has been begun is resumed (default: runs/NAME)",
+        help=f"the run's folder; one that has been begun is resumed (default: runs/{about.folder_prefix}NAME)",
     )
     parser.add_argument(
         "overrides",

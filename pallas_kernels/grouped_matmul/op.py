@@ -21,7 +21,7 @@ def preferred_order() -> tuple[str, ...]:
     the released experts.
     """
     both = ("blocked", "ragged_dot")
-    return both if jax.default_backend() == "cpu" else both[::-1]
+    return both if dispatch.platform() == "cpu" else both[::-1]
 
 
 def grouped_matmul(

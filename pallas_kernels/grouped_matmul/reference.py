@@ -24,6 +24,8 @@ def ragged(
     x_MK: Float[Array, "M K"], w_EKN: Float[Array, "E K N"], sizes_E: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
     """Multiply by XLA's ragged_dot; rows past the last group are zero."""
-    out_MN = jax.lax.ragged_dot(x_MK, w_EKN, sizes_E.astype(jnp.int32))
+    # A precision set around it would say how to multiply float32; a TPU refuses it for bfloat16.
+    precision = None if x_MK.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    out_MN = jax.lax.ragged_dot(x_MK, w_EKN, sizes_E.astype(jnp.int32), precision=precision)
     inside_M = jnp.arange(x_MK.shape[0]) < jnp.sum(sizes_E)
     return jnp.where(inside_M[:, None], out_MN, 0)

@@ -48,8 +48,8 @@ def test_every_parameter_has_one_logical_axis_per_dimension(preset):
 
 
 def test_stacked_layers_have_a_leading_axis_that_is_not_sharded():
-    assert parameters.logical_axes("moe_layers.moe.w1") == (None, "experts", "embed", "ffn")
-    assert parameters.logical_axes("mtp.block.moe.w1") == ("experts", "embed", "ffn")
+    assert parameters.logical_axes("moe_layers.moe.w1") == (None, "experts", "expert_embed", "ffn")
+    assert parameters.logical_axes("mtp.block.moe.w1") == ("experts", "expert_embed", "ffn")
     assert parameters.logical_axes("mtp.enorm.weight") == (None,)
     assert parameters.logical_axes("dense_layers.attn.indexer.k_norm.bias") == (None, None)
 
@@ -87,3 +87,18 @@ def test_the_router_bias_moves_against_the_load():
     # Mean load 6 in "a", 3 in "b".
     np.testing.assert_array_equal(out["a"], [[0.375, 0.125, -0.875, 0.125]])
     np.testing.assert_array_equal(out["b"], [0, 0])
+
+
+def test_the_expert_axis_cuts_every_matrix_in_training_and_only_experts_in_running():
+    mesh = jax.sharding.AbstractMesh(
+        (1, 2, 2, 1, 1), sharding.AXES, (jax.sharding.AxisType.Auto,) * len(sharding.AXES)
+    )
+    for training in (True, False):
+        found = parameters.shardings(config.tiny(), mesh, training=training).weights
+        cut = {name for name, where in found.items() if "expert" in str(where.spec)}
+        experts = {name for name in found if ".moe.w" in name}
+        assert experts <= cut
+        assert ("dense_layers.attn.wo" in cut) == training
+        assert not any("norm" in name for name in cut)
+        if not training:
+            assert cut == experts

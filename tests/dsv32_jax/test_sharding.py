@@ -24,6 +24,7 @@ CASES = [
     ("gathered", {"fsdp": 2, "tensor": 2, "context": 2}),
     ("warmup", {"data": 2, "context": 2}),
     ("sparse", {"fsdp": 2, "expert": 2, "tensor": 2}, "untyped"),
+    ("sparse", {"fsdp": 2, "expert": 2, "context": 2}, "pieces"),
 ]
 SLOW_CASES = [
     (case, {axis: 2}) for case in ("dense", "sparse", "gathered") for axis in sharding.AXES

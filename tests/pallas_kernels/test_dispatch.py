@@ -70,6 +70,20 @@ def test_another_device_than_a_tpu_is_refused_by_name(monkeypatch):
     dispatch.require_tpu()
 
 
+def test_a_mesh_of_another_platform_is_what_is_compiled_for():
+    tpu = jax.sharding.AbstractDevice(device_kind="TPU v5", num_cores=2, platform="tpu")
+    auto = (jax.sharding.AxisType.Auto,)
+    assert dispatch.platform() == "cpu"
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((2,), ("x",), auto, abstract_device=tpu)
+    ):
+        assert dispatch.platform() == "tpu"
+        with pytest.raises(NotImplementedError, match="this is TPU v5"):
+            dispatch.require_hopper()
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=auto)):
+        assert dispatch.platform() == "cpu"
+
+
 @pytest.mark.parametrize(("device", "n"), [({"core_count": 114}, 114), ({}, 132)])
 def test_kernels_are_sized_for_the_device_or_without_a_gpu_for_an_h200(monkeypatch, device, n):
     monkeypatch.setattr(dispatch, "_device", lambda: types.SimpleNamespace(**device))

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import grouped_matmul
-from pallas_kernels.grouped_matmul import op
+from pallas_kernels import dispatch, grouped_matmul
+from pallas_kernels.grouped_matmul import op, reference
 
 FLOAT32_TOL = 1e-5  # sums of 7 products of size ~1
 BF16_DIFF = 2e-5  # calc_diff; the output is rounded to 8 bits of mantissa
@@ -89,10 +89,21 @@ def test_bf16_products_accumulate_in_float32(rng, implementation, calc_diff):
 
 
 def test_a_cpu_prefers_blocks(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(dispatch, "platform", lambda: "cpu")
     assert op.preferred_order() == ("blocked", "ragged_dot")
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     assert op.preferred_order() == ("ragged_dot", "blocked")
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "DEFAULT"), ("float32", "HIGHEST")])
+def test_a_precision_set_around_it_is_for_float32_alone(dtype, precision):
+    # XLA's grouped kernel on TPU does not compile for bfloat16 with another precision than the default.
+    x, w = jnp.zeros((8, 4), dtype), jnp.zeros((2, 4, 4), dtype)
+    with jax.default_matmul_precision("highest"):
+        traced = jax.make_jaxpr(lambda: reference.ragged(x, w, jnp.asarray([4, 4])))()
+    found = [e.params["precision"] for e in traced.eqns if "ragged" in e.primitive.name]
+    assert len(found) == 1
+    assert precision in str(found[0])
 
 
 @pytest.mark.parametrize("align", [0, 5])

@@ -1,0 +1,195 @@
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from train import command, pod_report
+from train import compile as pod_compile
+from train.pod_report import StepReport
+from train.roofline import Roofline
+
+ROOT = Path(__file__).parents[2]
+# Whole tiles, as the released model has: libtpu's compiler does not survive some of the widths of cpu_1m.
+CONFIG = """
+from dsv32_jax.config import IndexerConfig, MLAConfig, ModelConfig, MoEConfig
+from dsv32_jax.sharding import MeshConfig
+from train.data.config import DataConfig
+from train.optimizer import OptimizerConfig, Schedule
+from train.run_config import RunConfig, StageConfig
+
+def get_config():
+    model = ModelConfig(
+        vocab_size=512, dim=256, n_layers=2, n_dense_layers=1, ffn_dim=512, mtp=False,
+        mla=MLAConfig(n_heads=4, q_lora_rank=128, kv_lora_rank=128, nope_dim=128, rope_dim=64, v_dim=128),
+        indexer=IndexerConfig(n_heads=4, head_dim=128, topk=128),
+        moe=MoEConfig(n_experts=8, n_active=2, n_groups=2, n_active_groups=1, expert_dim=256),
+        dtype="bfloat16", remat="full",
+    )
+    rate = Schedule(peak=1e-4)
+    return RunConfig(
+        model=model, data=DataConfig(seq_len=384, batch_size=4, seed=0), init_from="somewhere",
+        mesh=MeshConfig(ici_fsdp=2, ici_expert=2),
+        sparse=StageConfig(steps=1, optimizer=OptimizerConfig(main=rate, indexer=rate)),
+    )
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "pod.py"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--topology", "v5p:8x8"], "a slice of v5p has 3 dimensions"),
+        (["--topology", "v5p:2x2x1", "--steps", "sparse,grpo"], "step 'grpo' must be one of sparse,"),
+        (["--topology", "v5p:2x2x1", "--slots", "0"], "slots=0 must be at least 1"),
+        ([], "--topology"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_status_2(arguments, said, config_file, capsys, monkeypatch, tmp_path):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    status = command.run_command(
+        pod_compile._run,
+        ["--config", str(config_file), *arguments],
+        about=pod_compile.ABOUT,
+        add_options=pod_compile._add_options,
+    )
+    err = capsys.readouterr().err
+    assert status == 2
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+def test_a_small_run_compiles_for_a_pod_and_fits(config_file, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "train.compile", "--config", str(config_file), "--topology", "v5p:2x2x1",
+         "--workdir", str(tmp_path / "out")],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr + run.stdout
+    figures = json.loads((tmp_path / "out" / "summary.json").read_text())
+    report = json.loads((tmp_path / "out" / "steps.json").read_text())["sparse"]
+    assert figures["sparse/status"] == "fits"
+    assert 0 < figures["sparse/arguments_gib"] < figures["sparse/peak_gib"] < figures["sparse/limit_gib"]  # fmt: skip
+    # float32 parameters and two moments of what trains, over the devices; router bias and batch are small
+    assert report["arguments_bytes"] == pytest.approx(12 * parameter_count() / 4, rel=0.05)
+    assert report["executed_flops"] > report["model_flops"] > 0
+    assert {"all-gather", "reduce-scatter"} <= report["collectives"].keys()
+    assert report["live_bytes"] == pytest.approx(report["peak_bytes"] - report["arguments_bytes"], rel=0.5)  # fmt: skip
+    # The masked form's selection, one byte a pair; everything else is cut into blocks of queries.
+    assert all("pred[" in found or "s8[" in found for found in report["findings"])
+    assert "smallest pod v5p:2x2x1" in run.stdout
+
+
+def parameter_count():
+    """Count by hand from the sizes in CONFIG."""
+    attention = 256 * 128 + 128 * 4 * 192 + 256 * 192 + 128 * 4 * 256 + 4 * 128 * 256
+    indexer = 128 * 4 * 128 + 256 * 128 + 256 * 4
+    dense, experts = 3 * 256 * 512, 9 * 3 * 256 * 256 + 256 * 8
+    return 2 * (attention + indexer) + dense + experts + 2 * 512 * 256
+
+
+def report(**changes):
+    values = {"step": "sparse", "topology": "v5p:2x2x1", "mesh": {"fsdp": 4}}
+    values |= {"limit_bytes": 100.0} | changes
+    return StepReport(**values)
+
+
+def test_the_exit_status_follows_what_fits(monkeypatch, tmp_path, config_file, mesh):
+    from train import config_file as config_files
+    from train import topology
+
+    cfg = config_files.load_config(str(config_file))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(topology, "describe", lambda target: [])
+    monkeypatch.setattr(pod_compile.sharding, "make_mesh", lambda cfg, devices: mesh)
+    for status, expected in (("fits", 0), ("tight", 0), ("does not fit", 1), ("not compiled", 1)):
+        monkeypatch.setattr(
+            pod_compile, "_in_a_process", lambda *a, s=status: report(status=s, peak_bytes=50)
+        )
+        found = pod_compile.main(
+            cfg, tmp_path, topology_name="v5p:2x2x1", steps=None, shape=pod_compile.ServingShape()
+        )
+        assert found == expected
+    assert json.loads((tmp_path / "summary.json").read_text())["sparse/status"] == "not compiled"
+
+
+def test_a_compiler_that_ends_its_process_is_reported(monkeypatch, tmp_path, config_file):
+    from train import config_file as config_files
+    from train import topology
+
+    monkeypatch.setattr(
+        pod_compile, "_compile_and_send", os._exit
+    )  # of a Connection: it ends at once
+    target = topology.parse("v5p:2x2x1")
+    found = pod_compile._in_a_process(
+        config_files.load_config(str(config_file)),
+        target, "sparse", pod_compile.ServingShape(), tmp_path / "sparse.log",
+    )  # fmt: skip
+    assert found.status == "not compiled"
+    assert "the compiler's process ended" in found.message
+    assert "sparse.log" in found.message
+
+
+def test_the_smallest_pod_spreads_the_arguments_and_keeps_the_rest():
+    from train import topology
+
+    target = topology.parse("v5p:4x4x8")  # 128 chips; 10 bytes of arguments and 40 of the rest
+    found = report(status="fits", arguments_bytes=10, peak_bytes=50)
+    # 64 chips: 20 + 40 <= 90; 32 chips: 40 + 40 <= 90; 16 chips: 80 + 40 > 90
+    assert pod_report.smallest_pod(found, target, topology.smaller(target)) == "v5p:2x4x4"
+    full = report(status="tight", arguments_bytes=55, peak_bytes=95)
+    assert pod_report.smallest_pod(full, target, topology.smaller(target)) == ""
+
+
+def test_the_compilers_refusal_is_read():
+    message = "total memory required for HLO temporaries (20.50G) exceeds available HBM (15.75G)."
+    assert pod_report.bytes_asked_for(message) == round(20.5 * 2**30)
+    assert pod_report.bytes_asked_for("something else") == 0
+
+
+def test_the_text_says_what_does_not_fit_and_what_to_try():
+    from train import topology
+
+    lacking = report(
+        status="does not fit", peak_bytes=120, arguments_bytes=60, model_flops=1.0,
+        times=Roofline(1.0, 2.0, 3.0), tokens=8,
+        collectives={"all-gather": {"count": 1, "runs": 58, "bytes": 2**30}},
+    )  # fmt: skip
+    text = pod_report.text(lacking, topology.parse("v5p:2x2x1"), "")
+    assert "does not fit" in text
+    assert "-20% free" in text
+    assert "58 runs" in text
+    assert "mesh.ici_fsdp" in text
+    assert "sparse.microbatches" in text
+    assert "3 s if all overlaps" in text
+    assert "6 s if nothing does" in text
+
+
+def test_a_buffer_of_queries_by_keys_is_found_and_one_in_blocks_is_not():
+    from train import hlo
+
+    def line(dims):
+        return (
+            f"ENTRY %main (x: f32[1]) -> f32[1] {{\n"
+            f"  ROOT %x = f32[{dims}]{{1,0:T(8,128)}} parameter(0)\n}}\n"
+        )
+
+    found = pod_report.square_buffers(hlo.parse(line("512,8192")), 8192, 512)
+    assert len(found) == 1
+    assert "f32[512,8192]" in found[0]
+    assert pod_report.square_buffers(hlo.parse(line("128,8192")), 8192, 512) == []
+    assert pod_report.square_buffers(hlo.parse(line("8192,8192")), 8192, 8192) != []
+    assert pod_report.square_buffers(hlo.parse(line("4,128,8192")), 8192, 512) != []
+    assert pod_report.square_buffers(hlo.parse(line("8192,4")), 8192, 8192) == []

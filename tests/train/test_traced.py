@@ -1,0 +1,65 @@
+import jax
+import jax.numpy as jnp
+
+from train import traced
+
+
+def trace(fn, *shapes):
+    return jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+
+
+def test_a_product_is_counted_in_every_round_of_a_loop():
+    def fn(x, w):
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0]
+
+    found = traced.executed_flops(trace(fn, (8, 16), (5, 16, 16)), 1)
+
+    assert found == 5 * 2 * 8 * 16 * 16
+
+
+def test_recomputation_is_counted():
+    def fn(x, w):
+        return jnp.sum(jax.checkpoint(lambda x: jnp.sin(x @ w))(x))
+
+    # forward, forward again, and the gradient of x
+    found = traced.executed_flops(trace(jax.grad(fn), (8, 16), (16, 32)), 1)
+
+    assert found == 3 * 2 * 8 * 16 * 32
+
+
+def test_a_batched_product_and_the_dearest_branch_are_counted():
+    def fn(x, y):
+        return jax.lax.cond(x[0, 0, 0] > 0, lambda: jnp.einsum("bik,bkj->bij", x, y), lambda: x)
+
+    assert traced.executed_flops(trace(fn, (3, 4, 4), (3, 4, 4)), 1) == 2 * 3 * 4 * 4 * 4
+
+
+def test_each_row_of_a_ragged_product_meets_one_group():
+    def fn(x, w):
+        return jnp.sum(jax.lax.ragged_dot(x, w, jnp.asarray([3, 5], jnp.int32)))
+
+    one = 2 * 8 * 16 * 32
+    assert traced.executed_flops(trace(fn, (8, 16), (2, 16, 32)), 1) == one
+    assert traced.executed_flops(trace(fn, (8, 16), (2, 16, 32)), 1, 0.25) == one / 4
+    gradients = traced.executed_flops(trace(jax.grad(fn, (0, 1)), (8, 16), (2, 16, 32)), 1)
+    assert gradients in (2 * one, 3 * one)  # the forward product may be dropped as unused
+
+
+def test_a_shard_maps_body_runs_on_each_device():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec()
+    fn = jax.shard_map(lambda x: x @ x, mesh=mesh, in_specs=spec, out_specs=spec)
+
+    assert traced.executed_flops(trace(fn, (4, 4)), 6) == 6 * 2 * 4 * 4 * 4
+
+
+def test_the_largest_values_come_with_their_lines():
+    def fn(x):
+        wide = jnp.outer(x, x)
+        return jnp.sum(wide * 2.0)
+
+    values = traced.largest_values(trace(fn, (64,)), 4, 2)
+
+    assert [value.bytes for value in values] == [64 * 64 * 4 // 4] * 2
+    assert all(value.source.startswith("test_traced.py:") for value in values)
+    assert values[0].shape == "float32[64,64]" or values[0].shape == "f32[64,64]"

@@ -1,0 +1,250 @@
+"""Compile a run's steps for a TPU pod without the pod, and say what each needs there."""
+
+import argparse
+import logging
+import multiprocessing
+import os
+import resource
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dsv32_jax import command_line, json_files, sharding
+from dsv32_jax.errors import UsageError, UserError
+from train import command, overrides, pod_report, pod_steps, topology, traced
+from train.pod_report import StepReport
+from train.pod_steps import PodStep, ServingShape
+from train.run_config import RunConfig
+from train.topology import Topology
+
+logger = logging.getLogger("train.compile")  # as a command __name__ is __main__
+
+ABOUT = command.CommandHelp(
+    name="python -m train.compile",
+    summary="Compile the real steps of a run for a TPU pod on a machine without TPUs: memory a device, collectives, "
+    "FLOPs and a roofline of each. Exit status 1 if a step does not fit. Needs the extra tpu; minutes a step.",
+    examples="""
+    python -m train.compile --config v32_671b_sparse.py --topology v5p:8x8x8
+    python -m train.compile --config v32_671b_sparse.py --topology v6e:16x16@4 --steps sparse,decode mesh.ici_expert=16
+    python -m train.compile --config sparse_gpu.py --topology v5p:2x2x1 sparse.batch_size=4
+    """,
+    folder_prefix="compile-",
+)
+REPORT_FILE, SUMMARY_FILE = "report.txt", "summary.json"
+SAY_EVERY_S = 30.0
+VALUES_LISTED = 8
+
+
+def main(
+    cfg: RunConfig,
+    workdir: Path,
+    *,
+    topology_name: str,
+    steps: str | None,
+    shape: ServingShape,
+) -> int:
+    """Compile each step in a process of its own, and report.
+
+    Args:
+        cfg: The run.
+        workdir: Gets report.txt, summary.json, and a log of each compilation.
+        topology_name: As `topology.parse` reads it.
+        steps: Names with commas between them; None is the run's stages.
+        shape: For prefill and decode.
+
+    Returns:
+        0 if every step fits, else 1.
+
+    Raises:
+        UsageError: If the topology, a step or the mesh cannot be.
+    """
+    os.environ.update(topology.LIBTPU_ENVIRONMENT, JAX_PLATFORMS="cpu")  # of the compiling process
+    jax.config.update("jax_platforms", "cpu")
+    with command_line.wrong_usage():
+        target = topology.parse(topology_name)
+        names = steps.split(",") if steps else list(cfg.stages)
+        for name in names:
+            pod_steps.check_name(name, cfg)
+        mesh = sharding.make_mesh(cfg.mesh, topology.describe(target))
+        cfg.check_mesh(mesh)
+    reports, texts = [], []
+    for name in names:
+        report = _in_a_process(cfg, target, name, shape, workdir / f"{name}.log")
+        reports.append(report)
+        smallest = pod_report.smallest_pod(report, target, topology.smaller(target))
+        texts.append(pod_report.text(report, target, smallest))
+        sys.stdout.write(texts[-1] + "\n")
+        json_files.write_json(workdir / SUMMARY_FILE, summary(reports))
+    json_files.write_json(workdir / "config.json", overrides.to_json_dict(cfg))
+    json_files.write_json(workdir / "steps.json", {r.step: r.to_json() for r in reports})
+    json_files.replace_text(workdir / REPORT_FILE, "\n\n".join(texts) + "\n")
+    return 0 if all(report.status in ("fits", "tight") for report in reports) else 1
+
+
+def summary(reports: list[StepReport]) -> dict[str, Any]:
+    """Return the figures a person would quote, one flat object.
+
+    Args:
+        reports: Of each step.
+
+    Returns:
+        Values by "STEP/name".
+    """
+    figures: dict[str, Any] = {}
+    for report in reports:
+        named = {
+            "status": report.status,
+            "peak_gib": round(report.peak_bytes / topology.GIB, 3),
+            "limit_gib": round(report.limit_bytes / topology.GIB, 3),
+            "arguments_gib": round(report.arguments_bytes / topology.GIB, 3),
+            "model_flops": report.model_flops,
+            "compile_s": round(report.compile_s, 1),
+            "rss_gib": round(report.rss_bytes / topology.GIB, 3),
+        }
+        if report.times is not None:
+            named |= {f"{name}": round(value, 4) for name, value in report.times._asdict().items()}
+        figures |= {f"{report.step}/{name}": value for name, value in named.items()}
+    return figures
+
+
+def _in_a_process(
+    cfg: RunConfig, target: Topology, name: str, shape: ServingShape, log: Path
+) -> StepReport:
+    """Compile one step in a new process: the compiler may end its process, and its memory is measured by itself."""
+    began, context = time.monotonic(), multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    arguments = (sending, cfg, target, name, shape, log)
+    child = context.Process(target=_compile_and_send, args=arguments, daemon=True)
+    child.start()
+    sending.close()
+    try:
+        while not receiving.poll(SAY_EVERY_S):
+            logger.info("%s for %s: %.0f s", name, target, time.monotonic() - began)
+        found = receiving.recv()
+        child.join()
+    except EOFError:
+        return StepReport(
+            step=name, topology=str(target), mesh={}, limit_bytes=target.chip.hbm_bytes,
+            message=f"the compiler's process ended; its last words are in {log}",
+        )  # fmt: skip
+    finally:
+        child.terminate()
+        child.join()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _compile_and_send(sending: Connection, *arguments: Any) -> None:
+    """Send the report, or an error meant for people; any other ends this process with its traceback in the log."""
+    try:
+        sending.send(compile_step(*arguments))
+    except (ValueError, NotImplementedError, UserError) as error:
+        sending.send(error)
+
+
+def compile_step(
+    cfg: RunConfig, target: Topology, name: str, shape: ServingShape, log: Path
+) -> StepReport:
+    """Trace, lower and compile one step, in this process.
+
+    Args:
+        cfg: The run.
+        target: The topology.
+        name: The step.
+        shape: For prefill and decode.
+        log: File that gets what libtpu and XLA write to standard error; None leaves it.
+
+    Returns:
+        The report.
+    """
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    mesh = sharding.make_mesh(cfg.mesh, topology.describe(target))
+    step = pod_steps.build(name, cfg, mesh, shape)
+    report = StepReport(
+        step=name,
+        topology=str(target),
+        mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
+        limit_bytes=target.chip.hbm_bytes,
+        tokens=step.tokens,
+        model_flops=step.model_flops / target.n_devices,
+    )
+    _compile(report, step, target, mesh)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    report.cpu_s, report.rss_bytes = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+    return report
+
+
+def _compile(report: StepReport, step: PodStep, target: Topology, mesh: jax.sharding.Mesh) -> None:
+    began = time.monotonic()
+    with jax.set_mesh(mesh):
+        trace = step.jitted.trace(*step.arguments)
+        lowered = trace.lower()
+    report.lower_s = time.monotonic() - began
+    filled = 1 / mesh.shape["expert"]
+    report.executed_flops = traced.executed_flops(trace.jaxpr, mesh.size, filled) / mesh.size
+    began = time.monotonic()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        report.message = str(error).splitlines()[0]
+        if "RESOURCE_EXHAUSTED" in report.message:
+            report.status = "does not fit"
+            report.peak_bytes = pod_report.bytes_asked_for(report.message)
+            values = traced.largest_values(trace.jaxpr, mesh.size, VALUES_LISTED)
+            report.live = [
+                pod_report.Line(source=v.source, bytes=v.bytes, what=v.shape, count=1)
+                for v in values
+            ]
+    else:
+        pod_report.read_compiled(report, compiled, target, mesh, step)
+    report.compile_s = time.monotonic() - began
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    default = ServingShape()
+    parser.add_argument(
+        "--topology",
+        metavar="KIND:SHAPE[@SLICES]",
+        required=True,
+        help=f"what to compile for: {', '.join(topology.CHIPS)}, such as v5p:8x8x8 or v6e:16x16@4",
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="NAME,...",
+        help="stages of the config, prefill, decode (default: the config's stages)",
+    )
+    parser.add_argument(
+        "--slots", type=int, default=default.slots, help="sequences decoded at once (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-len",
+        type=int,
+        default=default.max_len,
+        help="tokens of their context (%(default)s)",
+    )
+    parser.add_argument(
+        "--prefill-chunk",
+        type=int,
+        default=default.prefill_chunk,
+        help="tokens of a prompt run at once (%(default)s)",
+    )
+
+
+def _run(cfg: RunConfig, workdir: Path, args: argparse.Namespace) -> int:
+    with command_line.wrong_usage():
+        shape = ServingShape(
+            slots=args.slots, max_len=args.max_len, prefill_chunk=args.prefill_chunk
+        )
+    if not isinstance(cfg, RunConfig):
+        raise UsageError(f"--config {args.config} is no run of stages")
+    return main(cfg, workdir, topology_name=args.topology, steps=args.steps, shape=shape)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run_command(_run, about=ABOUT, add_options=_add_options))
