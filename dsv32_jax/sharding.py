@@ -208,13 +208,13 @@ def parameter_shardings(mesh: Mesh | AbstractMesh, tree: Any, logical_axes: Any)
         logical_axes: The same tree of tuples of logical axes, one per dimension.
 
     Returns:
-        Tree of NamedSharding. A dimension that its mesh axes do not divide is not sharded: small models
-        on large meshes still run, with those parameters replicated.
+        Tree of NamedSharding. A dimension that all of its mesh axes together do not divide is sharded along the first
+        of them that do, or not at all: small models on large meshes still run, with those parameters replicated.
     """
 
     def one(leaf: Any, logical: tuple[str | None, ...]) -> NamedSharding:
         entries = [
-            RULES[name] if name and size % _shards(mesh, name) == 0 else None
+            _dividing(mesh, RULES[name], size) if name else None
             for size, name in zip(leaf.shape, logical, strict=True)
         ]
         return NamedSharding(mesh, P(*entries))
@@ -222,5 +222,10 @@ def parameter_shardings(mesh: Mesh | AbstractMesh, tree: Any, logical_axes: Any)
     return jax.tree.map(one, tree, logical_axes)
 
 
-def _shards(mesh: Mesh | AbstractMesh, name: str) -> int:
-    return math.prod(mesh.shape[axis] for axis in RULES[name])
+def _dividing(
+    mesh: Mesh | AbstractMesh, axes: tuple[str, ...], size: int
+) -> tuple[str, ...] | None:
+    """Return the longest beginning of the axes whose shards divide a size."""
+    while axes and size % math.prod(mesh.shape[axis] for axis in axes):
+        axes = axes[:-1]
+    return axes or None

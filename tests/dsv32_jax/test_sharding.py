@@ -129,16 +129,18 @@ def mesh_of(**sizes):
     return AbstractMesh(shape, sharding.AXES, axis_types=(AxisType.Auto,) * len(shape))
 
 
-def test_a_dimension_that_its_axes_do_not_divide_is_replicated():
+def test_a_dimension_is_cut_along_the_first_of_its_axes_that_divide_it():
     mesh = mesh_of(fsdp=2, context=2, tensor=4)
     tree = {"a": jax.ShapeDtypeStruct((8, 12), jnp.float32)}
     tree["b"] = jax.ShapeDtypeStruct((6, 12), jnp.float32)
+    tree["c"] = jax.ShapeDtypeStruct((7, 6), jnp.float32)
     axes = dict.fromkeys(tree, ("embed", "heads"))
 
     out = sharding.parameter_shardings(mesh, tree, axes)
 
-    assert out["a"].spec == P(("fsdp", "context"), "tensor")
-    assert out["b"].spec == P(None, "tensor")
+    assert out["a"].spec == P(("fsdp", "context", "expert"), "tensor")
+    assert out["b"].spec == P("fsdp", "tensor")
+    assert out["c"].spec == P(None, None)
 
 
 def test_specs_follow_the_table():
