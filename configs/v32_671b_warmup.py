@@ -29,7 +29,9 @@ def get_config() -> RunConfig:
             prefetch=2,
         ),
         init_from="converted/",
-        mesh=MeshConfig(ici_fsdp=1, ici_expert=16, ici_context=-1),  # a row of 16 for each expert shard
+        mesh=MeshConfig(
+            ici_fsdp=1, ici_expert=16, ici_context=-1
+        ),  # a row of 16 for each expert shard
         checkpoint=CheckpointConfig(every_steps=100, keep_last=2, keep_best=0, verify="size"),
         warmup=StageConfig(steps=1000, optimizer=OptimizerConfig(indexer=Schedule(peak=1e-3))),
     )

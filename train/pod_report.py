@@ -137,7 +137,8 @@ def read_program(
     report.collectives = by_kind(found)
     report.top_collectives = _lines(
         [(program.source(c.instruction, SOURCES), c.bytes * c.times, f"{c.kind} {c.shape}", c.times)
-         for c in found]
+         for c in found],
+        by_kind=True,
     )  # fmt: skip
     live = live_buffers.at_peak(program)
     report.live_bytes = live.bytes
@@ -195,11 +196,12 @@ def square_buffers(program: Program, n_keys: int, n_queries: int) -> list[str]:
     return list(found.values())
 
 
-def _lines(parts: list[tuple[str, int, str, int]]) -> list[Line]:
-    """Add up by source line, keep the largest; the largest part names the type."""
-    grouped: dict[str, list[tuple[str, int, str, int]]] = {}
+def _lines(parts: list[tuple[str, int, str, int]], *, by_kind: bool = False) -> list[Line]:
+    """Add up by source line, and by the first word of the type, keep the largest; the largest part names the type."""
+    grouped: dict[tuple[str, str], list[tuple[str, int, str, int]]] = {}
     for part in parts:
-        grouped.setdefault(part[0], []).append(part)
+        kind = part[2].split(" ")[0] if by_kind else ""
+        grouped.setdefault((part[0], kind), []).append(part)
     lines = [
         Line(
             source=source,
@@ -207,7 +209,7 @@ def _lines(parts: list[tuple[str, int, str, int]]) -> list[Line]:
             what=max(group, key=lambda part: part[1])[2],
             count=sum(part[3] for part in group),
         )
-        for source, group in grouped.items()
+        for (source, _), group in grouped.items()
     ]
     return sorted(lines, key=lambda line: -line.bytes)[:N_LINES]
 

@@ -177,6 +177,16 @@ def test_the_text_says_what_does_not_fit_and_what_to_try():
     assert "6 s if nothing does" in text
 
 
+def test_lines_are_added_up_by_source_and_kind():
+    parts = [("a.py:1", 5, "all-gather f32[4]", 2), ("a.py:1", 3, "all-gather f32[2]", 1)]
+    parts.append(("a.py:1", 9, "all-reduce f32[9]", 1))
+    found = pod_report._lines(parts, by_kind=True)
+    assert [(line.bytes, line.what, line.count) for line in found] == [
+        (9, "all-reduce f32[9]", 1),
+        (8, "all-gather f32[4]", 3),
+    ]
+
+
 def test_a_buffer_of_queries_by_keys_is_found_and_one_in_blocks_is_not():
     from train import hlo
 
