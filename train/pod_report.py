@@ -117,11 +117,11 @@ def read_compiled(
     report.status = (
         "does not fit" if report.free < 0 else "tight" if report.free < MARGIN else "fits"
     )
-    read_program(report, hlo.parse(compiled.as_text()), topology, mesh, step.seq_len)
+    read_program(report, hlo.parse(compiled.as_text()), topology, mesh, step)
 
 
 def read_program(
-    report: StepReport, program: Program, topology: Topology, mesh: Any, seq_len: int
+    report: StepReport, program: Program, topology: Topology, mesh: Any, step: PodStep
 ) -> None:
     """Fill in what the program's text tells: collectives, live buffers, the roofline and findings.
 
@@ -130,7 +130,7 @@ def read_program(
         program: The compiled program.
         topology: What it was compiled for.
         mesh: Its mesh.
-        seq_len: Length of the rows.
+        step: The step.
     """
     devices = list(mesh.devices.flat)
     found = collectives.find(program)
@@ -149,7 +149,9 @@ def read_program(
     report.times = roofline.roofline(
         report.executed_flops, report.memory_bytes, found, devices, topology.chip
     )
-    report.findings = square_buffers(program, seq_len, seq_len // mesh.shape["context"])
+    n_queries = step.seq_len // mesh.shape["context"]
+    report.findings = square_buffers(program, step.seq_len, n_queries)
+    report.findings += stack_gathers(found, step.n_stacked)
 
 
 def by_kind(found: Sequence[collectives.Collective]) -> dict[str, dict[str, int]]:
@@ -194,6 +196,24 @@ def square_buffers(program: Program, n_keys: int, n_queries: int) -> list[str]:
                 source = program.source(instruction, SOURCES)
                 found.setdefault(source, f"a buffer of T x S, {dtype}[{dims}], at {source}")
     return list(found.values())
+
+
+def stack_gathers(found: Sequence[collectives.Collective], n_stacked: int) -> list[str]:
+    """Find gathers of a weight of all layers at once.
+
+    Args:
+        found: The collectives.
+        n_stacked: Layers along the first axis of a stacked weight.
+
+    Returns:
+        A line for each.
+    """
+    whole = [
+        one
+        for one in found
+        if one.kind == "all-gather" and re.search(rf"\[{n_stacked},\d+,\d+", one.shape)
+    ]
+    return [f"a gather of all layers at once, {one.shape}" for one in whole if n_stacked > 1]
 
 
 def _lines(parts: list[tuple[str, int, str, int]], *, by_kind: bool = False) -> list[Line]:
