@@ -29,7 +29,8 @@ def get_config() -> RunConfig:
             prefetch=2,
         ),
         init_from="converted/",
-        mesh=MeshConfig(ici_fsdp=-1, ici_expert=16, ici_context=16),
+        # A row of 16 for each expert shard, on any pod.
+        mesh=MeshConfig(ici_fsdp=1, ici_expert=16, ici_context=-1),
         checkpoint=CheckpointConfig(every_steps=100, keep_last=2, keep_best=0, verify="size"),
         warmup=StageConfig(steps=1000, optimizer=OptimizerConfig(indexer=Schedule(peak=1e-3))),
     )

@@ -117,11 +117,11 @@ def read_compiled(
     report.status = (
         "does not fit" if report.free < 0 else "tight" if report.free < MARGIN else "fits"
     )
-    read_program(report, hlo.parse(compiled.as_text()), topology, mesh, step.seq_len)
+    read_program(report, hlo.parse(compiled.as_text()), topology, mesh, step)
 
 
 def read_program(
-    report: StepReport, program: Program, topology: Topology, mesh: Any, seq_len: int
+    report: StepReport, program: Program, topology: Topology, mesh: Any, step: PodStep
 ) -> None:
     """Fill in what the program's text tells: collectives, live buffers, the roofline and findings.
 
@@ -130,14 +130,15 @@ def read_program(
         program: The compiled program.
         topology: What it was compiled for.
         mesh: Its mesh.
-        seq_len: Length of the rows.
+        step: The step.
     """
     devices = list(mesh.devices.flat)
     found = collectives.find(program)
     report.collectives = by_kind(found)
     report.top_collectives = _lines(
         [(program.source(c.instruction, SOURCES), c.bytes * c.times, f"{c.kind} {c.shape}", c.times)
-         for c in found]
+         for c in found],
+        by_kind=True,
     )  # fmt: skip
     live = live_buffers.at_peak(program)
     report.live_bytes = live.bytes
@@ -148,7 +149,9 @@ def read_program(
     report.times = roofline.roofline(
         report.executed_flops, report.memory_bytes, found, devices, topology.chip
     )
-    report.findings = square_buffers(program, seq_len, seq_len // mesh.shape["context"])
+    n_queries = step.seq_len // mesh.shape["context"]
+    report.findings = square_buffers(program, step.seq_len, n_queries)
+    report.findings += stack_gathers(found, step.n_stacked)
 
 
 def by_kind(found: Sequence[collectives.Collective]) -> dict[str, dict[str, int]]:
@@ -195,11 +198,30 @@ def square_buffers(program: Program, n_keys: int, n_queries: int) -> list[str]:
     return list(found.values())
 
 
-def _lines(parts: list[tuple[str, int, str, int]]) -> list[Line]:
-    """Add up by source line, keep the largest; the largest part names the type."""
-    grouped: dict[str, list[tuple[str, int, str, int]]] = {}
+def stack_gathers(found: Sequence[collectives.Collective], n_stacked: int) -> list[str]:
+    """Find gathers of a weight of all layers at once.
+
+    Args:
+        found: The collectives.
+        n_stacked: Layers along the first axis of a stacked weight.
+
+    Returns:
+        A line for each.
+    """
+    whole = [
+        one
+        for one in found
+        if one.kind == "all-gather" and re.search(rf"\[{n_stacked},\d+,\d+", one.shape)
+    ]
+    return [f"a gather of all layers at once, {one.shape}" for one in whole if n_stacked > 1]
+
+
+def _lines(parts: list[tuple[str, int, str, int]], *, by_kind: bool = False) -> list[Line]:
+    """Add up by source line, and by the first word of the type, keep the largest; the largest part names the type."""
+    grouped: dict[tuple[str, str], list[tuple[str, int, str, int]]] = {}
     for part in parts:
-        grouped.setdefault(part[0], []).append(part)
+        kind = part[2].split(" ")[0] if by_kind else ""
+        grouped.setdefault((part[0], kind), []).append(part)
     lines = [
         Line(
             source=source,
@@ -207,7 +229,7 @@ def _lines(parts: list[tuple[str, int, str, int]]) -> list[Line]:
             what=max(group, key=lambda part: part[1])[2],
             count=sum(part[3] for part in group),
         )
-        for source, group in grouped.items()
+        for (source, _), group in grouped.items()
     ]
     return sorted(lines, key=lambda line: -line.bytes)[:N_LINES]
 

@@ -57,6 +57,7 @@ class PodStep(NamedTuple):
         tokens: Tokens it works on, over all devices.
         model_flops: FLOPs that the mathematics asks for, over all devices.
         seq_len: Length of the rows, whose square must be no buffer's size.
+        n_stacked: Layers stacked along the first axis of a weight, which must not be gathered together.
     """
 
     jitted: Any
@@ -64,6 +65,7 @@ class PodStep(NamedTuple):
     tokens: int
     model_flops: float
     seq_len: int
+    n_stacked: int = 0
 
 
 def train_step(cfg: RunConfig, mesh: Mesh, stage: Stage) -> PodStep:
@@ -96,6 +98,7 @@ def train_step(cfg: RunConfig, mesh: Mesh, stage: Stage) -> PodStep:
         n_tokens,
         n_tokens * train_flops(cfg.model, data.seq_len, stage),
         data.seq_len,
+        cfg.model.n_moe_layers,
     )
 
 

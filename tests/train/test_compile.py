@@ -9,6 +9,7 @@ import pytest
 
 from train import command, pod_report
 from train import compile as pod_compile
+from train.collectives import Collective
 from train.pod_report import StepReport
 from train.roofline import Roofline
 
@@ -178,6 +179,27 @@ def test_the_text_says_what_does_not_fit_and_what_to_try():
     assert "sparse.microbatches" in text
     assert "3 s if all overlaps" in text
     assert "6 s if nothing does" in text
+
+
+def test_lines_are_added_up_by_source_and_kind():
+    parts = [("a.py:1", 5, "all-gather f32[4]", 2), ("a.py:1", 3, "all-gather f32[2]", 1)]
+    parts.append(("a.py:1", 9, "all-reduce f32[9]", 1))
+    found = pod_report._lines(parts, by_kind=True)
+    assert [(line.bytes, line.what, line.count) for line in found] == [
+        (9, "all-reduce f32[9]", 1),
+        (8, "all-gather f32[4]", 3),
+    ]
+
+
+def test_a_gather_of_every_layers_weights_is_found():
+    def gather(shape, kind="all-gather"):
+        return Collective(kind, 1, 1, (0, 1), None, shape)
+
+    found = [gather("bf16[58,7168,1536]"), gather("bf16[1,7168,1536]"), gather("bf16[58]")]
+    found.append(gather("f32[58,224,2048]", "reduce-scatter"))
+    lines = pod_report.stack_gathers(found, 58)
+    assert lines == ["a gather of all layers at once, bf16[58,7168,1536]"]
+    assert pod_report.stack_gathers([gather("bf16[1,7168,1536]")], 1) == []
 
 
 def test_a_buffer_of_queries_by_keys_is_found_and_one_in_blocks_is_not():
