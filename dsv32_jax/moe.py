@@ -235,7 +235,8 @@ def _sharded_experts(
         for name in ("batch", "sequence", "expert_embed")
     }
     split = x.shape[0] % sizes["batch"] == 0 and x.shape[1] % sizes["sequence"] == 0
-    embed = "expert_embed" if x.shape[2] % sizes["expert_embed"] == 0 else None
+    # Without a split the result is the same on every device, which the types of gathered weights would not say.
+    embed = "expert_embed" if split and x.shape[2] % sizes["expert_embed"] == 0 else None
 
     def local(x: Array, experts: Array, gates: Array, weights: tuple) -> Array:
         first_expert = jax.lax.axis_index("expert") * weights[0].shape[0]
