@@ -189,9 +189,9 @@ def square_buffers(program: Program, n_keys: int, n_queries: int) -> list[str]:
             sizes = [int(size) for size in re.findall(r"\d+", dims)]
             if n_keys not in sizes or not hlo.array_bytes(dtype, dims, layout):
                 continue
-            sizes.remove(n_keys)
-            # Queries may be cut into blocks: any neighbouring dimensions that multiply to T.
-            runs = itertools.combinations(range(len(sizes) + 1), 2)
+            # Keys come last; queries before them may be cut into blocks, neighbours that multiply to T.
+            last = len(sizes) - 1 - sizes[::-1].index(n_keys)
+            runs = itertools.combinations(range(last + 1), 2)
             if any(math.prod(sizes[a:b]) == n_queries for a, b in runs):
                 source = program.source(instruction, SOURCES)
                 found.setdefault(source, f"a buffer of T x S, {dtype}[{dims}], at {source}")

@@ -217,4 +217,6 @@ def test_a_buffer_of_queries_by_keys_is_found_and_one_in_blocks_is_not():
     assert pod_report.square_buffers(hlo.parse(line("128,8192")), 8192, 512) == []
     assert pod_report.square_buffers(hlo.parse(line("8192,8192")), 8192, 8192) != []
     assert pod_report.square_buffers(hlo.parse(line("4,128,8192")), 8192, 512) != []
+    # tokens by 64 heads of 128 dims
+    assert pod_report.square_buffers(hlo.parse(line("8192,64,128")), 8192, 8192) == []
     assert pod_report.square_buffers(hlo.parse(line("8192,4")), 8192, 8192) == []
