@@ -96,7 +96,7 @@ def test_on_a_mesh_every_parameter_lies_where_the_table_says(run):
     mesh = sharding.make_mesh(sharding.MeshConfig())
     model = load_model.load_model(run, mesh=mesh)
     assert_is_step(model, 10)
-    places = parameters.shardings(model.cfg, mesh)
+    places = parameters.shardings(model.cfg, mesh, training=False)
     found = jax.tree.map(lambda x: x.sharding, parameters.flatten(model))
     assert found == places
 

@@ -130,7 +130,7 @@ def test_the_others_say_that_a_process_is_gone(start, tmp_path):
 
     text, _ = processes[0].communicate(timeout=TIMEOUT_S)
 
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 150
     assert processes[0].returncode != 0
     assert "a process of this run is gone; start all of them again" in text
 
