@@ -92,7 +92,7 @@ def compile_for_hopper():
 def compile_for_tpu(request):
     """Return a function that compiles for a TPU, none is needed: (function, *shapes) -> the compiled object.
 
-    Runs once for each generation. It fails what takes a minute or more. `memory_analysis()` of the result counts HBM;
+    Runs once for each generation. It fails what takes a minute of processor time. `memory_analysis()` counts HBM;
     too much VMEM is an error of the compiler.
     """
     if importlib.util.find_spec("libtpu") is None:

@@ -56,4 +56,5 @@ def test_it_compiles_at_the_released_widths(compile_for_tpu, monkeypatch, n_batc
         options = {"k": 2048, "page_size": 64, "implementation": "pallas_tpu"}
         return paged_indexer_topk(q, k, w, table, end=end, **options)
 
-    compile_for_tpu(run, q, k, w, table, end)
+    compiled = compile_for_tpu(run, q, k, w, table, end)
+    assert compiled.memory_analysis().output_size_in_bytes >= 4 * n_batch * 2048

@@ -141,4 +141,5 @@ def test_selection_of_given_scores_compiles(compile_for_tpu, monkeypatch, n_keys
     monkeypatch.setattr(dispatch, "require_tpu", lambda: None)
     _, *bounds = shapes(1024, n_keys)
     scores = jax.ShapeDtypeStruct((1024, n_keys), jnp.float32)
-    compile_for_tpu(lambda x, *b: run("topk_select", (x,), *b, 2048), scores, *bounds)
+    compiled = compile_for_tpu(lambda x, *b: run("topk_select", (x,), *b, 2048), scores, *bounds)
+    assert compiled.memory_analysis().output_size_in_bytes >= 4 * 1024 * 2048
