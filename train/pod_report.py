@@ -51,6 +51,7 @@ class StepReport:
         model_flops: What the mathematics asks for.
         executed_flops: Products that the program has, recomputation included.
         memory_bytes: Read and written in device memory.
+        top_memory: The same by source line, most first.
         lower_s: Tracing and lowering.
         compile_s: Compiling.
         cpu_s: Processor time of both.
@@ -75,6 +76,7 @@ class StepReport:
     model_flops: float = 0.0
     executed_flops: float = 0.0
     memory_bytes: float = 0.0
+    top_memory: list[Line] = field(default_factory=list)
     lower_s: float = 0.0
     compile_s: float = 0.0
     cpu_s: float = 0.0
@@ -145,7 +147,12 @@ def read_program(
     report.live = _lines(
         [(program.source(i, SOURCES), b, i.shape.split("{")[0], 1) for i, b in live.makers]
     )
-    report.memory_bytes = roofline.memory_bytes(program)
+    moved = list(roofline.memory_traffic(program))
+    report.memory_bytes = float(sum(size for _, size, _ in moved))
+    report.top_memory = _lines(
+        [(program.source(i, SOURCES), size, f"{i.opcode} {i.shape.split('{')[0]}", times)
+         for i, size, times in moved if size]
+    )  # fmt: skip
     report.times = roofline.roofline(
         report.executed_flops, report.memory_bytes, found, devices, topology.chip
     )
@@ -294,7 +301,8 @@ def text(report: StepReport, topology: Topology, smallest: str) -> str:
         lines += _time_lines(report, topology)
     for kind, row in sorted(report.collectives.items(), key=lambda item: -item[1]["bytes"]):
         lines.append(f"  {kind:20} {row['runs']:6} runs {_gib(row['bytes']):>12} a step")
-    lines += _table("most traffic", report.top_collectives)
+    lines += _table("most on links", report.top_collectives)
+    lines += _table("most in memory", report.top_memory)
     lines += _table("alive at the peak" if report.times else "largest values", report.live)
     lines += [f"  finding      {finding}" for finding in report.findings]
     if smallest:

@@ -1,7 +1,7 @@
 """The real steps of a run with abstract arguments: shapes with places, from which they are traced and compiled."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +46,11 @@ class ServingShape:
         """Check ranges."""
         for name in ("slots", "max_len", "prefill_chunk"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def piece(self) -> int:
+        """Tokens of a prompt run at once: no more than a sequence has, as in the engine."""
+        return min(self.prefill_chunk, self.max_len)
 
 
 class PodStep(NamedTuple):
@@ -121,7 +126,7 @@ def decode_step(cfg: RunConfig, mesh: Mesh, shape: ServingShape) -> PodStep:
     with jax.set_mesh(mesh):
         jitted = steps.compiled().decode
     arguments = (static, model, cache, row, row, table, knobs)
-    model_flops = shape.slots * _extend_flops(cfg.model, shape.max_len)
+    model_flops = shape.slots * _extend_flops(cfg.model, shape.max_len, 1)
     return PodStep(jitted, arguments, shape.slots, model_flops, shape.max_len)
 
 
@@ -137,7 +142,7 @@ def prefill_step(cfg: RunConfig, mesh: Mesh, shape: ServingShape) -> PodStep:
         The step.
     """
     model, cache, pages = _serving_state(cfg.model, mesh, shape)
-    piece = _place(mesh, (1, shape.prefill_chunk), jnp.int32)
+    piece = _place(mesh, (1, shape.piece), jnp.int32)
     static = steps.Static(cfg.model, shape.page_size, "sparse", keep_sets=False)
     with jax.set_mesh(mesh):
         jitted = steps.compiled().prefill
@@ -154,8 +159,8 @@ def prefill_step(cfg: RunConfig, mesh: Mesh, shape: ServingShape) -> PodStep:
         _knobs(mesh, 1, None),
         _place(mesh, (), jnp.bool),
     )
-    model_flops = shape.prefill_chunk * _extend_flops(cfg.model, shape.max_len)
-    return PodStep(jitted, arguments, shape.prefill_chunk, model_flops, shape.max_len)
+    model_flops = _extend_flops(cfg.model, shape.max_len, shape.piece)
+    return PodStep(jitted, arguments, shape.piece, model_flops, shape.max_len)
 
 
 def build(name: str, cfg: RunConfig, mesh: Mesh, shape: ServingShape) -> PodStep:
@@ -232,7 +237,12 @@ def _knobs(mesh: Mesh, n: int, axis: str | None) -> Knobs:
     return Knobs(*(_place(mesh, (n,), kind, axis) for kind in kinds))
 
 
-def _extend_flops(cfg: ModelConfig, max_len: int) -> float:
-    """Count the FLOPs of one more token of a sequence that is max_len long."""
-    whole, shorter = (flops.forward(cfg, n, "sparse").total * n for n in (max_len, max_len - 1))
-    return whole - shorter
+def _extend_flops(cfg: ModelConfig, max_len: int, n_new: int) -> float:
+    """Count the FLOPs of the last n_new tokens of a sequence; the head runs on the last, MTP on none."""
+
+    def without_head(n: int) -> float:
+        found = flops.forward(replace(cfg, mtp=False), max(n, 1), "sparse")
+        return n * (found.total - found.head)
+
+    head = flops.forward(replace(cfg, mtp=False), 1, "sparse").head
+    return without_head(max_len) - without_head(max_len - n_new) + head
