@@ -19,6 +19,7 @@ from dsv32_jax.generate.decoder import Decoder
 from dsv32_jax.generate.sampling import Knobs
 from dsv32_jax.model import DeepSeekV32
 from train import state as states
+from train import step_estimate
 from train.losses import Batch
 from train.optimizer import Rates, make_optimizer
 from train.run_config import RunConfig
@@ -63,6 +64,7 @@ class PodStep(NamedTuple):
         model_flops: FLOPs that the mathematics asks for, over all devices.
         seq_len: Length of the rows, whose square must be no buffer's size.
         n_stacked: Layers stacked along the first axis of a weight, which must not be gathered together.
+        gradient_bytes: Of one device; like arguments they are cut finer on more devices.
     """
 
     jitted: Any
@@ -71,6 +73,7 @@ class PodStep(NamedTuple):
     model_flops: float
     seq_len: int
     n_stacked: int = 0
+    gradient_bytes: float = 0.0
 
 
 def train_step(cfg: RunConfig, mesh: Mesh, stage: Stage) -> PodStep:
@@ -104,6 +107,7 @@ def train_step(cfg: RunConfig, mesh: Mesh, stage: Stage) -> PodStep:
         n_tokens * train_flops(cfg.model, data.seq_len, stage),
         data.seq_len,
         cfg.model.n_moe_layers,
+        step_estimate.gradient_bytes(cfg, stage, mesh),
     )
 
 
