@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from train import collectives
 from train.collectives import Collective
-from train.hlo import ALIASES, Instruction, Program
+from train.hlo import ALIASES, CALLS, Instruction, Program
 from train.topology import Chip
 
 # Reads that touch only a part of their first operand.
@@ -88,7 +88,7 @@ def memory_traffic(program: Program) -> Iterator[tuple[Instruction, int, int]]:
 
 def _moved(program: Program, instruction: Instruction, sizes: dict[str, int]) -> int:
     opcode = instruction.opcode
-    if opcode in ALIASES or opcode.endswith(("-done", "-update")) or opcode == "call":
+    if opcode in ALIASES or opcode in CALLS or opcode.endswith(("-done", "-update")):
         return 0
     result = instruction.hbm_bytes
     if opcode.endswith("-start"):
