@@ -24,10 +24,9 @@ from train.topology import Chip
 
 # From the compiled steps in docs/pods.md (jax 0.11.2, libtpu 0.0.48.1).
 LIVE_ROWS = 7  # arrays of a piece's rows of experts that are alive together
-ROW_PASSES = {
-    True: 56,
-    False: 24,
-}  # over those rows in memory: main model trained, or only run and run again
+# Over those rows in memory, where the main model trains, and where it only runs and runs again.
+ROW_PASSES = {True: 56, False: 16}
+LOSS_PASSES = 35  # over a query's keys in float32, by the indexer's loss on kernels
 GATHER_PASSES = 22  # over a query's selected keys, on kernels, which are given them gathered
 SCORE_PASSES = 25  # over one head's scores, by the definitions
 INDEX_PASSES = 10  # over one index head's, by the definitions
@@ -38,7 +37,7 @@ WEIGHT_BYTES = (
 PIECE_BYTES = 16  # more for an expert's, in each piece of the tokens
 # Products executed over those asked for: a forward pass more, and by the definitions keys after the query.
 EXECUTED = {("sparse", True): 1.2, ("sparse", False): 1.75, ("dense", True): 1.35, ("dense", False): 1.75,
-            ("warmup", True): 2.0, ("warmup", False): 4.3}  # fmt: skip
+            ("warmup", True): 2.5, ("warmup", False): 4.3}  # fmt: skip
 
 
 class Estimate(NamedTuple):
@@ -205,6 +204,8 @@ def _traffic(model: ModelConfig, stage: Stage, work: _Work, weights: _Weights) -
     elif work.keys < work.seq_len:
         width = model.mla.kv_lora_rank + model.mla.rope_dim
         total += 2.0 * GATHER_PASSES * n_layers * work.tokens * work.keys * width
+    elif stage in INDEXER_TRAINS:
+        total += 4.0 * LOSS_PASSES * n_layers * work.tokens * work.keys
     return total
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from configs import v32_671b_sparse
+from configs import v32_671b_sparse, v32_671b_warmup
 from train import command, mesh_search, step_estimate, topology
 from train import compile as pod_compile
 from train.mesh_search import Candidate
@@ -75,14 +75,14 @@ def test_each_mesh_gets_the_microbatches_that_are_fastest_among_those_that_fit(t
     assert best[4, 1, 2, 1] == 1  # four rows at once, and no choice
 
 
-def test_the_released_model_has_meshes_on_a_pod_and_none_that_leaves_room_on_a_small_one(chips):
+def test_the_released_models_warm_up_fits_a_pod_that_its_sparse_training_does_not(chips):
+    target, devices = topology.parse("v5p:4x4x4"), chips((4, 4, 4))
     cfg = v32_671b_sparse.get_config()
-    short = replace(cfg, sparse=replace(cfg.sparse, seq_len=4096, batch_size=512, microbatches=1))
-    large = mesh_search.search(short, "sparse", topology.parse("v5p:8x8x8"), chips((8, 8, 8)))
-    small = mesh_search.search(short, "sparse", topology.parse("v5p:4x4x4"), chips((4, 4, 4)))
-    assert large[0].fits
-    assert small
-    assert not any(one.fits for one in small)
+    short = replace(cfg, sparse=replace(cfg.sparse, seq_len=4096, batch_size=64, microbatches=1))
+    sparse = mesh_search.search(short, "sparse", target, devices)
+    assert sparse
+    assert not any(one.fits for one in sparse)
+    assert mesh_search.search(v32_671b_warmup.get_config(), "warmup", target, devices)[0].fits
 
 
 def test_the_table_names_the_settings_of_the_best(tiny):

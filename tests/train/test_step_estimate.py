@@ -28,6 +28,7 @@ SHORT = {"seq_len": 4096, "batch_size": 512, "microbatches": 1}
         ("sparse", "reference", FSDP, SHORT, (12.46, 40.56), (4.2, 15.9, 2.5)),
         ("sparse", "auto", FSDP, SHORT, (12.46, 40.93), (2.8, 10.1, 2.5)),
         ("warmup", "reference", CONTEXT, {}, (5.00, 27.59), (23.4, 268, 3.7)),
+        ("warmup", "auto", CONTEXT, {}, (5.00, 27.86), (26.9, 5.59, 4.42)),
     ],
 )
 def test_the_estimate_is_near_what_was_compiled(stage, kernels, sizes, fields, gib, times, torus):  # fmt: skip
