@@ -1,30 +1,28 @@
 """The attention kernels under the mesh: each device's rows and heads, with every collective written down.
 
 Queries keep their shard of the sequence and keys are gathered along it. Heads are sharded in attention; the indexer and
-its loss need all heads of a query, so there the rows are cut finer instead.
+its loss need all heads of a query, so there the rows are cut finer instead. A batch of fewer rows than it has
+shards, as a prompt's piece is, has its queries cut along the batch's axes too.
 """
 
 from collections.abc import Callable
 
 import jax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels
 from dsv32_jax import cache, sharding
 from dsv32_jax.indexer import IndexerTensors
-from dsv32_jax.sharding import spec
+from dsv32_jax.sharding import fitted, spec
 
-QUERY_HEADS = spec("batch", "sequence", "heads")
-KEY_HEADS = spec("batch", None, "heads")
-QUERY = spec("batch", "sequence")
-ROW = spec("batch", "rows")
-KEY = spec("batch")
 REPLICATED = spec()
 
 
-def _causal() -> bool:
-    """Whether a shard's rows are the same positions as its keys, so that later keys can be skipped."""
-    return sharding.axis_size(*sharding.RULES["rows"]) == 1
+def _whole(row: P) -> bool:
+    """Whether a shard has all queries of its rows, at the positions of its keys: later keys can be skipped."""
+    axes = row[1] or ()
+    return sharding.axis_size(*((axes,) if isinstance(axes, str) else axes)) == 1
 
 
 def attend_range(
@@ -40,7 +38,10 @@ def attend_range(
     square: bool = True,
 ) -> tuple[Float[Array, "B T H U"], Float[Array, "B T H"]]:
     """Run `dense_mla` on every device's queries and heads; `square` says that queries are at the keys' positions."""
-    causal = square and sharding.axis_size("context") == 1
+    query = fitted(q.shape, "batch", "sequence", "heads")
+    key = fitted(k.shape, "batch", None, "heads")
+    row = P(*query[:2])
+    causal = square and _whole(row)
 
     def local(q: Array, k: Array, v: Array, start: Array, end: Array, *mask: Array) -> tuple:
         return pallas_kernels.dense_mla(
@@ -56,8 +57,8 @@ def attend_range(
         )
 
     masks = () if selected is None else (selected,)
-    in_specs = (QUERY_HEADS, KEY_HEADS, KEY_HEADS, QUERY, QUERY) + (QUERY,) * len(masks)
-    run = sharding.shard_map(local, in_specs, (QUERY_HEADS, QUERY_HEADS))
+    in_specs = (query, key, key, row, row) + (row,) * len(masks)
+    run = sharding.shard_map(local, in_specs, (query, query))
     return run(q, k, v, start, end, *masks)
 
 
@@ -83,7 +84,8 @@ def attend_selected(
             implementation=implementation,
         )
 
-    run = sharding.shard_map(local, (QUERY_HEADS, KEY, QUERY), (QUERY_HEADS, QUERY_HEADS))
+    query, key = fitted(q.shape, "batch", "sequence", "heads"), fitted(kv.shape, "batch", None)
+    run = sharding.shard_map(local, (query, key, P(*query[:2])), (query, query))
     return run(q, kv, topk_idx)
 
 
@@ -123,14 +125,15 @@ def _select(
     implementation: str | None,
     square: bool,
 ) -> Array:
-    causal = square and _causal()
+    row, key = fitted(index.q.shape, "batch", "rows"), fitted(index.k.shape, "batch", None)
+    causal = square and _whole(row)
 
     def local(q: Array, k: Array, w: Array, start: Array, end: Array) -> Array:
         return op(
             q, k, w, k=topk, start=start, end=end, causal=causal, implementation=implementation
         )
 
-    run = sharding.shard_map(local, (ROW, KEY, ROW, ROW, ROW), ROW)
+    run = sharding.shard_map(local, (row, key, row, row, row), row)
     return run(*jax.lax.stop_gradient(index), *bounds)
 
 
@@ -146,7 +149,8 @@ def range_kl(
     implementation: str | None,
 ) -> Float[Array, "B T"]:
     """Run `indexer_kl` on every device's rows, with all heads."""
-    causal = _causal()
+    row, key = fitted(q.shape, "batch", "rows"), fitted(k.shape, "batch", None)
+    causal = _whole(row)
 
     def local(*arrays: Array) -> Array:
         *tensors, start, end = arrays[:8]
@@ -162,8 +166,8 @@ def range_kl(
         )
 
     masks = () if selected is None else (selected,)
-    in_specs = (ROW, KEY, ROW, ROW, KEY, ROW, ROW, ROW) + (ROW,) * len(masks)
-    return sharding.shard_map(local, in_specs, ROW)(*index, q, k, lse, start, end, *masks)
+    in_specs = (row, key, row, row, key, row, row, row) + (row,) * len(masks)
+    return sharding.shard_map(local, in_specs, row)(*index, q, k, lse, start, end, *masks)
 
 
 def selected_kl(
@@ -183,7 +187,8 @@ def selected_kl(
             *arrays, scale=scale, deterministic=deterministic, implementation=implementation
         )
 
-    run = sharding.shard_map(local, (ROW, KEY, ROW, ROW, KEY, ROW, ROW), ROW)
+    row, key = fitted(q.shape, "batch", "rows"), fitted(kv.shape, "batch", None)
+    run = sharding.shard_map(local, (row, key, row, row, key, row, row), row)
     return run(*index, q, kv, lse, topk_idx)
 
 

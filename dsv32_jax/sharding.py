@@ -28,6 +28,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
     "sequence": ("context",),
     "rows": ("context", "tensor"),  # queries, where every device needs all heads
+    "piece": (*BATCH_AXES, "context"),  # tokens of a batch of too few rows; see `fitted`
+    "piece_rows": (*BATCH_AXES, "context", "tensor"),
     "cache": BATCH_AXES,  # rows of the paged cache; a page belongs to any sequence
     # parameters
     "embed": ("fsdp", "context", "expert"),
@@ -166,11 +168,31 @@ def spec(*logical: str | None) -> P:
     return P(*(RULES[name] if name else None for name in logical))
 
 
+def fitted(shape: tuple[int, ...], *logical: str | None) -> P:
+    """Translate the logical axes of tokens, batch first, so that the mesh divides them.
+
+    Args:
+        shape: Of the array, or its beginning.
+        logical: As `spec` takes them, "batch" and another at least.
+
+    Returns:
+        `spec(*logical)`. A batch of too few rows for its mesh axes, such as one prompt's piece, is not cut; its tokens
+        are, along those axes too, where these divide them.
+    """
+    if logical[:1] != ("batch",) or shape[0] % axis_size(*RULES["batch"]) == 0:
+        return spec(*logical)
+    _, second, *rest = logical
+    along = {"sequence": "piece", "rows": "piece_rows"}.get(second or "")
+    if along and shape[1] % axis_size(*RULES[along]):
+        along = None
+    return spec(None, along, *rest)
+
+
 def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
-    """State the layout of an activation; does nothing without a mesh."""
+    """State the layout of an activation, `fitted` to its shape; does nothing without a mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    return jax.lax.with_sharding_constraint(x, spec(*logical))
+    return jax.lax.with_sharding_constraint(x, fitted(x.shape, *logical))
 
 
 def replicated(tree: Any) -> Any:

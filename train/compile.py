@@ -15,7 +15,7 @@ import jax
 
 from dsv32_jax import command_line, json_files, sharding
 from dsv32_jax.errors import UsageError, UserError
-from train import command, overrides, pod_report, pod_steps, topology, traced
+from train import command, mesh_search, overrides, pod_report, pod_steps, topology, traced
 from train.pod_report import StepReport
 from train.pod_steps import PodStep, ServingShape
 from train.run_config import RunConfig
@@ -29,12 +29,14 @@ ABOUT = command.CommandHelp(
     "FLOPs and a roofline of each. Exit status 1 if a step does not fit. Needs the extra tpu; minutes a step.",
     examples="""
     python -m train.compile --config v32_671b_sparse.py --topology v5p:8x8x8
-    python -m train.compile --config v32_671b_sparse.py --topology v6e:16x16@4 --steps sparse,decode mesh.ici_expert=16
+    python -m train.compile --config v32_671b_sparse.py --topology v6e:16x16@4 --search
+    python -m train.compile --config v32_671b_sparse.py --topology v5p:4x4x4 --steps prefill,decode --slots 128 \
+      mesh.ici_expert=16 mesh.ici_tensor=4 mesh.ici_context=1
     python -m train.compile --config sparse_gpu.py --topology v5p:2x2x1 sparse.batch_size=4
     """,
     folder_prefix="compile-",
 )
-REPORT_FILE, SUMMARY_FILE = "report.txt", "summary.json"
+REPORT_FILE, SUMMARY_FILE, MESHES_FILE = "report.txt", "summary.json", "meshes.json"
 SAY_EVERY_S = 30.0
 VALUES_LISTED = 8
 
@@ -62,8 +64,6 @@ def main(
     Raises:
         UsageError: If the topology, a step or the mesh cannot be.
     """
-    os.environ.update(topology.LIBTPU_ENVIRONMENT, JAX_PLATFORMS="cpu")  # of the compiling process
-    jax.config.update("jax_platforms", "cpu")
     with command_line.wrong_usage():
         target = topology.parse(topology_name)
         names = steps.split(",") if steps else list(cfg.stages)
@@ -109,6 +109,36 @@ def summary(reports: list[StepReport]) -> dict[str, Any]:
             named |= {f"{name}": round(value, 4) for name, value in report.times._asdict().items()}
         figures |= {f"{report.step}/{name}": value for name, value in named.items()}
     return figures
+
+
+def search(cfg: RunConfig, workdir: Path, *, topology_name: str, steps: str | None) -> int:
+    """Rank the meshes of a topology for each training step, and compile nothing.
+
+    Args:
+        cfg: The run.
+        workdir: Gets report.txt and meshes.json.
+        topology_name: As `topology.parse` reads it.
+        steps: Stages with commas between them; None is the run's stages.
+
+    Returns:
+        0 if every step has a mesh on which it is estimated to fit, else 1.
+
+    Raises:
+        UsageError: If the topology is unknown, or a step is none of the run's stages.
+    """
+    target = topology.parse(topology_name)
+    names = steps.split(",") if steps else list(cfg.stages)
+    stages = [stage for name in names for stage in cfg.stages if stage == name]
+    if len(stages) < len(names):
+        raise UsageError(f"--search ranks meshes for stages of the run, {', '.join(cfg.stages)}")
+    devices = topology.describe(target)
+    found = {stage: mesh_search.search(cfg, stage, target, devices) for stage in stages}
+    texts = [mesh_search.table(cfg, stage, target, ranked) for stage, ranked in found.items()]
+    sys.stdout.write("\n\n".join(texts) + "\n")
+    json_files.replace_text(workdir / REPORT_FILE, "\n\n".join(texts) + "\n")
+    ranked_json = {stage: mesh_search.to_json(ranked) for stage, ranked in found.items()}
+    json_files.write_json(workdir / MESHES_FILE, ranked_json)
+    return 0 if all(ranked and ranked[0].fits for ranked in found.values()) else 1
 
 
 def _in_a_process(
@@ -173,6 +203,7 @@ def compile_step(
         limit_bytes=target.chip.hbm_bytes,
         tokens=step.tokens,
         model_flops=step.model_flops / target.n_devices,
+        gradient_bytes=step.gradient_bytes,
     )
     _compile(report, step, target, mesh)
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -220,6 +251,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="stages of the config, prefill, decode (default: the config's stages)",
     )
     parser.add_argument(
+        "--search",
+        action="store_true",
+        help="rank every mesh of the topology by an estimate, in seconds; compiles nothing",
+    )
+    parser.add_argument(
         "--slots", type=int, default=default.slots, help="sequences decoded at once (%(default)s)"
     )
     parser.add_argument(
@@ -237,12 +273,16 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(cfg: RunConfig, workdir: Path, args: argparse.Namespace) -> int:
+    os.environ.update(topology.LIBTPU_ENVIRONMENT, JAX_PLATFORMS="cpu")  # of compiling processes
+    jax.config.update("jax_platforms", "cpu")
     with command_line.wrong_usage():
         shape = ServingShape(
             slots=args.slots, max_len=args.max_len, prefill_chunk=args.prefill_chunk
         )
     if not isinstance(cfg, RunConfig):
         raise UsageError(f"--config {args.config} is no run of stages")
+    if args.search:
+        return search(cfg, workdir, topology_name=args.topology, steps=args.steps)
     return main(cfg, workdir, topology_name=args.topology, steps=args.steps, shape=shape)
 
 

@@ -11,6 +11,8 @@ DTYPE_BITS = {"pred": 8, "s4": 4, "u4": 4, "token": 0}
 ALIASES = frozenset(
     {"bitcast", "tuple", "get-tuple-element", "opt-barrier", "while", "conditional", "parameter"}
 )
+# They run other computations once, the last two beside what follows: on SparseCores, such as tpu7x's collectives.
+CALLS = frozenset({"call", "conditional", "async-start", "call-start"})
 CALLERS = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%([\w.-]+)"
 )
@@ -136,7 +138,7 @@ class Program:
             if instruction.opcode == "while":
                 times_inside = times * self.trip_count(instruction)
                 yield from self._runs(callees["body"][0], times_inside)
-            elif instruction.opcode in ("call", "conditional", "async-start"):
+            elif instruction.opcode in CALLS:
                 for names in callees.values():
                     for callee in names:
                         yield from self._runs(callee, times)

@@ -46,11 +46,13 @@ class StepReport:
         status: "fits", "tight" (less than MARGIN free), "does not fit", or "not compiled".
         limit_bytes: Device memory that the compiler gives a program.
         arguments_bytes: Parameters, optimizer state, batch.
+        gradient_bytes: Of what trains, twice where microbatches are added up.
         peak_bytes: Most that is alive at once, arguments included; where it does not fit, what the compiler asks for.
         tokens: Of a step, over all devices.
         model_flops: What the mathematics asks for.
         executed_flops: Products that the program has, recomputation included.
         memory_bytes: Read and written in device memory.
+        top_memory: The same by source line, most first.
         lower_s: Tracing and lowering.
         compile_s: Compiling.
         cpu_s: Processor time of both.
@@ -70,11 +72,13 @@ class StepReport:
     status: str = "not compiled"
     limit_bytes: float = 0.0
     arguments_bytes: int = 0
+    gradient_bytes: float = 0.0
     peak_bytes: int = 0
     tokens: int = 0
     model_flops: float = 0.0
     executed_flops: float = 0.0
     memory_bytes: float = 0.0
+    top_memory: list[Line] = field(default_factory=list)
     lower_s: float = 0.0
     compile_s: float = 0.0
     cpu_s: float = 0.0
@@ -145,7 +149,12 @@ def read_program(
     report.live = _lines(
         [(program.source(i, SOURCES), b, i.shape.split("{")[0], 1) for i, b in live.makers]
     )
-    report.memory_bytes = roofline.memory_bytes(program)
+    moved = list(roofline.memory_traffic(program))
+    report.memory_bytes = float(sum(size for _, size, _ in moved))
+    report.top_memory = _lines(
+        [(program.source(i, SOURCES), size, f"{i.opcode} {i.shape.split('{')[0]}", times)
+         for i, size, times in moved if size]
+    )  # fmt: skip
     report.times = roofline.roofline(
         report.executed_flops, report.memory_bytes, found, devices, topology.chip
     )
@@ -250,8 +259,8 @@ def bytes_asked_for(message: str) -> int:
 def smallest_pod(report: StepReport, topology: Topology, smaller: Sequence[Topology]) -> str:
     """Estimate the fewest chips on which the step leaves MARGIN free.
 
-    Arguments are spread over fewer devices, and the rest stays, as the tokens that a device works on at once do (more
-    microbatches, or a smaller batch). An estimate: compile it there to be sure.
+    Arguments and gradients are spread over fewer devices, and the rest stays, as the tokens that a device works on at
+    once do (more microbatches, or a smaller batch). An estimate: compile it there to be sure.
 
     Args:
         report: Of a step that compiled.
@@ -261,11 +270,11 @@ def smallest_pod(report: StepReport, topology: Topology, smaller: Sequence[Topol
     Returns:
         The topology's name; "" where not even this one leaves the margin.
     """
-    rest = report.peak_bytes - report.arguments_bytes
+    spread = report.arguments_bytes + report.gradient_bytes
+    rest = max(report.peak_bytes - spread, 0)
     best = str(topology) if report.free >= MARGIN else ""
     for one in smaller:
-        arguments = report.arguments_bytes * topology.n_devices / one.n_devices
-        if arguments + rest > (1 - MARGIN) * report.limit_bytes:
+        if spread * topology.n_devices / one.n_devices + rest > (1 - MARGIN) * report.limit_bytes:
             break
         best = str(one)
     return best
@@ -294,11 +303,14 @@ def text(report: StepReport, topology: Topology, smallest: str) -> str:
         lines += _time_lines(report, topology)
     for kind, row in sorted(report.collectives.items(), key=lambda item: -item[1]["bytes"]):
         lines.append(f"  {kind:20} {row['runs']:6} runs {_gib(row['bytes']):>12} a step")
-    lines += _table("most traffic", report.top_collectives)
+    lines += _table("most on links", report.top_collectives)
+    lines += _table("most in memory", report.top_memory)
     lines += _table("alive at the peak" if report.times else "largest values", report.live)
     lines += [f"  finding      {finding}" for finding in report.findings]
     if smallest:
-        lines.append(f"  smallest pod {smallest} (estimate: arguments spread, the rest as here)")
+        lines.append(
+            f"  smallest pod {smallest} (estimate: arguments and gradients spread, the rest as here)"
+        )
     lines += [f"  try          {hint}" for hint in suggestions(report)]
     lines.append(
         f"  compiled in  {report.compile_s:.0f} s after {report.lower_s:.0f} s of lowering, {report.cpu_s:.0f} s of "

@@ -1,7 +1,7 @@
 """The real steps of a run with abstract arguments: shapes with places, from which they are traced and compiled."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from dsv32_jax.generate.decoder import Decoder
 from dsv32_jax.generate.sampling import Knobs
 from dsv32_jax.model import DeepSeekV32
 from train import state as states
+from train import step_estimate
 from train.losses import Batch
 from train.optimizer import Rates, make_optimizer
 from train.run_config import RunConfig
@@ -47,6 +48,11 @@ class ServingShape:
         for name in ("slots", "max_len", "prefill_chunk"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
 
+    @property
+    def piece(self) -> int:
+        """Tokens of a prompt run at once: no more than a sequence has, as in the engine."""
+        return min(self.prefill_chunk, self.max_len)
+
 
 class PodStep(NamedTuple):
     """One step, ready to be traced under its mesh.
@@ -58,6 +64,7 @@ class PodStep(NamedTuple):
         model_flops: FLOPs that the mathematics asks for, over all devices.
         seq_len: Length of the rows, whose square must be no buffer's size.
         n_stacked: Layers stacked along the first axis of a weight, which must not be gathered together.
+        gradient_bytes: Of one device; like arguments they are cut finer on more devices.
     """
 
     jitted: Any
@@ -66,6 +73,7 @@ class PodStep(NamedTuple):
     model_flops: float
     seq_len: int
     n_stacked: int = 0
+    gradient_bytes: float = 0.0
 
 
 def train_step(cfg: RunConfig, mesh: Mesh, stage: Stage) -> PodStep:
@@ -99,6 +107,7 @@ def train_step(cfg: RunConfig, mesh: Mesh, stage: Stage) -> PodStep:
         n_tokens * train_flops(cfg.model, data.seq_len, stage),
         data.seq_len,
         cfg.model.n_moe_layers,
+        step_estimate.gradient_bytes(cfg, stage, mesh),
     )
 
 
@@ -121,7 +130,7 @@ def decode_step(cfg: RunConfig, mesh: Mesh, shape: ServingShape) -> PodStep:
     with jax.set_mesh(mesh):
         jitted = steps.compiled().decode
     arguments = (static, model, cache, row, row, table, knobs)
-    model_flops = shape.slots * _extend_flops(cfg.model, shape.max_len)
+    model_flops = shape.slots * _extend_flops(cfg.model, shape.max_len, 1)
     return PodStep(jitted, arguments, shape.slots, model_flops, shape.max_len)
 
 
@@ -137,7 +146,7 @@ def prefill_step(cfg: RunConfig, mesh: Mesh, shape: ServingShape) -> PodStep:
         The step.
     """
     model, cache, pages = _serving_state(cfg.model, mesh, shape)
-    piece = _place(mesh, (1, shape.prefill_chunk), jnp.int32)
+    piece = _place(mesh, (1, shape.piece), jnp.int32)
     static = steps.Static(cfg.model, shape.page_size, "sparse", keep_sets=False)
     with jax.set_mesh(mesh):
         jitted = steps.compiled().prefill
@@ -154,8 +163,8 @@ def prefill_step(cfg: RunConfig, mesh: Mesh, shape: ServingShape) -> PodStep:
         _knobs(mesh, 1, None),
         _place(mesh, (), jnp.bool),
     )
-    model_flops = shape.prefill_chunk * _extend_flops(cfg.model, shape.max_len)
-    return PodStep(jitted, arguments, shape.prefill_chunk, model_flops, shape.max_len)
+    model_flops = _extend_flops(cfg.model, shape.max_len, shape.piece)
+    return PodStep(jitted, arguments, shape.piece, model_flops, shape.max_len)
 
 
 def build(name: str, cfg: RunConfig, mesh: Mesh, shape: ServingShape) -> PodStep:
@@ -232,7 +241,12 @@ def _knobs(mesh: Mesh, n: int, axis: str | None) -> Knobs:
     return Knobs(*(_place(mesh, (n,), kind, axis) for kind in kinds))
 
 
-def _extend_flops(cfg: ModelConfig, max_len: int) -> float:
-    """Count the FLOPs of one more token of a sequence that is max_len long."""
-    whole, shorter = (flops.forward(cfg, n, "sparse").total * n for n in (max_len, max_len - 1))
-    return whole - shorter
+def _extend_flops(cfg: ModelConfig, max_len: int, n_new: int) -> float:
+    """Count the FLOPs of the last n_new tokens of a sequence; the head runs on the last, MTP on none."""
+
+    def without_head(n: int) -> float:
+        found = flops.forward(replace(cfg, mtp=False), max(n, 1), "sparse")
+        return n * (found.total - found.head)
+
+    head = flops.forward(replace(cfg, mtp=False), 1, "sparse").head
+    return without_head(max_len) - without_head(max_len - n_new) + head

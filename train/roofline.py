@@ -1,12 +1,12 @@
 """How long a step takes at best: products, memory and links, each at its peak rate."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from train import collectives
 from train.collectives import Collective
-from train.hlo import ALIASES, Instruction, Program
+from train.hlo import ALIASES, CALLS, Instruction, Program
 from train.topology import Chip
 
 # Reads that touch only a part of their first operand.
@@ -68,8 +68,8 @@ def mfu(model_flops: float, seconds: float, chip: Chip) -> float:
     return model_flops / (seconds * chip.flops)
 
 
-def memory_bytes(program: Program) -> float:
-    """Add up what every scheduled instruction reads from and writes to device memory in one step.
+def memory_traffic(program: Program) -> Iterator[tuple[Instruction, int, int]]:
+    """List what every scheduled instruction reads from and writes to device memory in one step.
 
     A fusion counts its operands and result once; of an operand that it only slices or gathers from, and of a result
     that it only updates in place, the part. What lies in on-chip memory is free, so this is no lower bound of an ideal
@@ -78,16 +78,17 @@ def memory_bytes(program: Program) -> float:
     Args:
         program: The scheduled program.
 
-    Returns:
-        Bytes on one device.
+    Yields:
+        (instruction, bytes on one device in one step, how often it runs).
     """
     sizes = {i.name: i.hbm_bytes for c in program.computations.values() for i in c}
-    return float(sum(times * _moved(program, i, sizes) for i, times in program.runs()))
+    for instruction, times in program.runs():
+        yield instruction, times * _moved(program, instruction, sizes), times
 
 
 def _moved(program: Program, instruction: Instruction, sizes: dict[str, int]) -> int:
     opcode = instruction.opcode
-    if opcode in ALIASES or opcode.endswith(("-done", "-update")) or opcode == "call":
+    if opcode in ALIASES or opcode in CALLS or opcode.endswith(("-done", "-update")):
         return 0
     result = instruction.hbm_bytes
     if opcode.endswith("-start"):

@@ -37,7 +37,8 @@ def executed_flops(jaxpr: Any, n_devices: int, filled: float = 1.0) -> float:
 
     Returns:
         FLOPs of one run on all devices together. Loops count as often as they run (a `while` of unknown length once),
-        of a conditional the dearest branch. What every device computes alike outside a `shard_map` counts once.
+        of a conditional the dearest branch, of a kernel every step of its grid. What every device computes alike
+        outside a `shard_map` counts once.
     """
     total = 0.0
     for eqn in _open(jaxpr).eqns:
@@ -51,6 +52,7 @@ def executed_flops(jaxpr: Any, n_devices: int, filled: float = 1.0) -> float:
             if inner:
                 times = eqn.params["length"] if name == "scan" else 1
                 times *= n_devices if name == "shard_map" else 1
+                times *= _grid_steps(eqn) if name == "pallas_call" else 1
                 total += times * (max(inner) if name == "cond" else sum(inner))
     return total
 
@@ -104,6 +106,11 @@ def _inside(eqn: Any) -> list[Any]:
     return [
         x for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program) if is_program(x)
     ]
+
+
+def _grid_steps(eqn: Any) -> int:
+    """Return how often a kernel's body runs, steps that it skips included."""
+    return math.prod(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
 
 
 def _product(eqn: Any) -> float:

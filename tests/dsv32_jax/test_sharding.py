@@ -148,6 +148,22 @@ def test_specs_follow_the_table():
     assert sharding.spec("batch", "rows") == P(("data", "fsdp", "expert"), ("context", "tensor"))
 
 
+@pytest.mark.parametrize(
+    ("shape", "logical", "expected"),
+    [
+        ((8, 16), ("batch", "sequence"), P(sharding.BATCH_AXES, ("context",))),
+        ((1, 16, 2), ("batch", "sequence", "heads"), P(None, (*sharding.BATCH_AXES, "context"), ("tensor",))),
+        ((1, 16), ("batch", "rows"), P(None, (*sharding.BATCH_AXES, "context", "tensor"))),
+        ((1, 12), ("batch", "rows"), P(None, None)),  # 16 shards
+        ((1, 12), ("batch", None), P(None, None)),
+        ((1, 16), ("vocab", None), P(("tensor",), None)),
+    ],
+)  # fmt: skip
+def test_a_batch_of_too_few_rows_has_its_tokens_cut(shape, logical, expected):
+    with jax.sharding.use_abstract_mesh(mesh_of(fsdp=2, expert=2, context=2, tensor=2)):
+        assert sharding.fitted(shape, *logical) == expected
+
+
 def test_without_a_mesh_nothing_is_constrained_or_mapped():
     x = jnp.ones(3)
     assert sharding.axis_size("data", "tensor") == 1

@@ -1,6 +1,8 @@
+import itertools
 import json
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -59,6 +61,43 @@ def one_layer(tiny_model: ModelConfig) -> ModelConfig:
 def mesh() -> jax.sharding.Mesh:
     """Return the mesh of one device."""
     return sharding.make_mesh(sharding.MeshConfig(), devices=jax.devices()[:1])
+
+
+@dataclass(eq=False)
+class Chip:
+    """A TPU's place, which is all that estimates ask of one."""
+
+    id: int
+    coords: tuple[int, ...]
+    slice_index: int = 0
+    platform: str = "tpu"
+    device_kind: str = "TPU v5p"
+    process_index: int = 0
+    core_on_chip: int = 0
+
+
+@pytest.fixture(scope="session")
+def chips() -> Callable[..., list[Chip]]:
+    """Return a function of a torus' shape and the number of slices that lists the chips."""
+
+    def make(shape: tuple[int, ...], slices: int = 1) -> list[Chip]:
+        places = [(s, c) for s in range(slices) for c in itertools.product(*map(range, shape))]
+        return [Chip(i, coords, s) for i, (s, coords) in enumerate(places)]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def torus(chips: Callable[..., list[Chip]]) -> Callable[..., jax.sharding.Mesh]:
+    """Return a function of a torus' shape and sizes of mesh axes that lays the chips out in order."""
+
+    def make(shape: tuple[int, ...], slices: int = 1, **sizes: int) -> jax.sharding.Mesh:
+        devices = np.empty(math.prod(shape) * slices, object)
+        devices[:] = chips(shape, slices)
+        grid = devices.reshape([sizes.get(axis, 1) for axis in sharding.AXES])
+        return jax.sharding.Mesh(grid, sharding.AXES)
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -49,6 +49,25 @@ def test_each_collective_is_found_once_with_the_bytes_of_the_whole_array():
     ]
 
 
+def test_a_collective_that_sparse_cores_run_is_found_and_its_bytes_are_moved_once():
+    program = hlo.parse("""\
+%offloaded (p: bf16[8,128]) -> bf16[32,128] {
+  %p = bf16[8,128]{1,0} parameter(0)
+  ROOT %all-gather.4 = bf16[32,128]{1,0} all-gather(%p), replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+ENTRY %main (x: bf16[8,128]) -> bf16[32,128] {
+  %x = bf16[8,128]{1,0} parameter(0)
+  %started = ((bf16[8,128]{1,0}), bf16[32,128]{1,0}, s32[]{:S(2)}) call-start(%x), async_execution_thread="sparsecore", to_apply=%offloaded
+  ROOT %done = bf16[32,128]{1,0} call-done(%started)
+}
+""")
+    assert [(c.kind, c.bytes, c.times) for c in collectives.find(program)] == [
+        ("all-gather", 8192, 1)
+    ]
+    assert sum(size for _, size, _ in roofline.memory_traffic(program)) == 8192 + 2048
+
+
 @pytest.mark.parametrize(
     ("text", "group"),
     [

@@ -146,13 +146,16 @@ def test_a_compiler_that_ends_its_process_is_reported(monkeypatch, tmp_path, con
     assert "sparse.log" in found.message
 
 
-def test_the_smallest_pod_spreads_the_arguments_and_keeps_the_rest():
+def test_the_smallest_pod_spreads_arguments_and_gradients_and_keeps_the_rest():
     from train import topology
 
     target = topology.parse("v5p:4x4x8")  # 128 chips; 10 bytes of arguments and 40 of the rest
     found = report(status="fits", arguments_bytes=10, peak_bytes=50)
     # 64 chips: 20 + 40 <= 90; 32 chips: 40 + 40 <= 90; 16 chips: 80 + 40 > 90
     assert pod_report.smallest_pod(found, target, topology.smaller(target)) == "v5p:2x4x4"
+    # the same with 5 bytes of gradients: 64 chips: 30 + 35 <= 90; 32 chips: 60 + 35 > 90
+    trained = report(status="fits", arguments_bytes=10, gradient_bytes=5.0, peak_bytes=50)
+    assert pod_report.smallest_pod(trained, target, topology.smaller(target)) == "v5p:4x4x4"
     full = report(status="tight", arguments_bytes=55, peak_bytes=95)
     assert pod_report.smallest_pod(full, target, topology.smaller(target)) == ""
 

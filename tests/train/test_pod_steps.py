@@ -1,7 +1,6 @@
 import jax
 import pytest
 
-from dsv32_jax import flops
 from dsv32_jax.errors import UsageError
 from train import pod_steps, stage, traced
 from train.pod_steps import ServingShape
@@ -26,11 +25,38 @@ def test_a_training_step_counts_its_tokens_and_flops(tiny_run, mesh):
     assert step.seq_len == 16
 
 
-def test_a_decoded_token_costs_what_the_longest_row_gains_by_it(tiny_run, mesh):
-    step = pod_steps.build("decode", tiny_run, mesh, SHAPE)
-    whole, shorter = (flops.forward(tiny_run.model, n, "sparse").total * n for n in (16, 15))
-    assert step.tokens == 2
-    assert step.model_flops == pytest.approx(2 * (whole - shorter))
+def by_hand(n_layers, cfg, n_tokens, first, head_tokens):
+    """Count the products of n_tokens tokens from place `first` on, layer by layer."""
+    mla, ix = cfg.mla, cfg.indexer
+    attention = cfg.dim * (mla.q_lora_rank + mla.kv_lora_rank + mla.rope_dim)
+    attention += mla.q_lora_rank * mla.n_heads * mla.qk_dim + mla.n_heads * mla.v_dim * cfg.dim
+    attention += mla.kv_lora_rank * mla.n_heads * (mla.nope_dim + mla.v_dim)
+    index = mla.q_lora_rank * ix.n_heads * ix.head_dim + cfg.dim * (ix.head_dim + ix.n_heads)
+    experts = 3 * cfg.dim * cfg.moe.expert_dim * (cfg.moe.n_active + cfg.moe.n_shared)
+    feed_forward = [3 * cfg.dim * cfg.ffn_dim] * cfg.n_dense_layers
+    feed_forward += [experts + cfg.dim * cfg.moe.n_experts] * (n_layers - cfg.n_dense_layers)
+    total = head_tokens * cfg.dim * cfg.vocab_size
+    for one in feed_forward:
+        for place in range(first, first + n_tokens):
+            read = min(place + 1, ix.topk) * mla.n_heads * (mla.qk_dim + mla.v_dim)
+            total += attention + index + one + read + (place + 1) * ix.n_heads * ix.head_dim
+    return 2 * total
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "tokens", "n_tokens", "first"),
+    [
+        ("decode", SHAPE, 2, 1, 15),
+        ("prefill", SHAPE, 8, 8, 8),
+        ("prefill", ServingShape(slots=2, max_len=8, prefill_chunk=99, page_size=4), 8, 8, 0),
+    ],
+)
+def test_a_served_token_costs_what_its_place_asks(name, shape, tokens, n_tokens, first, tiny_run, mesh):  # fmt: skip
+    step = pod_steps.build(name, tiny_run, mesh, shape)
+    cfg, rows = tiny_run.model, 2 if name == "decode" else 1
+    assert step.tokens == tokens
+    expected = rows * by_hand(cfg.n_layers, cfg, n_tokens, first, head_tokens=1)
+    assert step.model_flops == pytest.approx(expected)
 
 
 def test_the_caches_pages_hold_every_sequence(tiny_run, mesh):

@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from train import traced
 
@@ -43,6 +44,25 @@ def test_each_row_of_a_ragged_product_meets_one_group():
     assert traced.executed_flops(trace(fn, (8, 16), (2, 16, 32)), 1, 0.25) == one / 4
     gradients = traced.executed_flops(trace(jax.grad(fn, (0, 1)), (8, 16), (2, 16, 32)), 1)
     assert gradients in (2 * one, 3 * one)  # the forward product may be dropped as unused
+
+
+def test_a_kernels_body_runs_at_each_step_of_its_grid():
+    def kernel(x, y, out):
+        out[...] = jnp.dot(x[...], y[...])
+
+    def fn(x, y):
+        return pl.pallas_call(
+            kernel,
+            grid=(3, 2),
+            in_specs=[
+                pl.BlockSpec((8, 16), lambda i, j: (i, 0)),
+                pl.BlockSpec((16, 32), lambda i, j: (0, j)),
+            ],
+            out_specs=pl.BlockSpec((8, 32), lambda i, j: (i, j)),
+            out_shape=jax.ShapeDtypeStruct((24, 64), jnp.float32),
+        )(x, y)
+
+    assert traced.executed_flops(trace(fn, (24, 16), (16, 64)), 1) == 2 * 24 * 64 * 16
 
 
 def test_a_shard_maps_body_runs_on_each_device():

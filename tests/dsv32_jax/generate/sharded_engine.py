@@ -17,17 +17,16 @@ from dsv32_jax.generate.engine import Engine
 from dsv32_jax.generate.protocol import EngineConfig, TokenEvent
 from dsv32_jax.generate.sampling import SamplingParams
 
-ENGINE = EngineConfig(
-    n_slots=4, max_len=32, prefill_chunk=8, cache=CacheConfig(n_pages=32, page_size=4)
-)
+ENGINE = EngineConfig(n_slots=4, max_len=32, cache=CacheConfig(n_pages=32, page_size=4))
 
 
-def complete(cfg, arrays, mesh, speculative):
+def complete(cfg, arrays, mesh, speculative, chunk):
     """Return the tokens of three requests, and over how many devices the cache lies."""
     with jax.set_mesh(mesh):
         placed = jax.device_put(arrays, parameters.shardings(cfg, mesh))
         model = parameters.assemble(cfg, placed)
-        engine = Engine(model, dataclasses.replace(ENGINE, speculative=speculative))
+        changed = dataclasses.replace(ENGINE, speculative=speculative, prefill_chunk=chunk)
+        engine = Engine(model, changed)
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, cfg.vocab_size, size=n).tolist() for n in (3, 17, 10)]
         numbers = [
@@ -50,13 +49,13 @@ def main():
         lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), jnp.float32), parameters.abstract(cfg)
     )
     one = sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1])
-    for sizes, speculative in json.loads(sys.argv[1]):
+    for sizes, speculative, chunk in json.loads(sys.argv[1]):
         mesh_cfg = sharding.MeshConfig(
             **{"ici_fsdp": 1} | {f"ici_{a}": n for a, n in sizes.items()}
         )
         mesh = sharding.make_mesh(mesh_cfg, jax.devices()[: int(np.prod(list(sizes.values())))])
-        found, spread = complete(cfg, arrays, mesh, speculative)
-        expected, _ = complete(cfg, arrays, one, speculative)
+        found, spread = complete(cfg, arrays, mesh, speculative, chunk)
+        expected, _ = complete(cfg, arrays, one, speculative, chunk)
         line = json.dumps({"found": found, "expected": expected, "spread": spread})
         sys.stdout.write(line + "\n")
 
