@@ -25,6 +25,8 @@ CASES = [
     ("warmup", {"data": 2, "context": 2}),
     ("sparse", {"fsdp": 2, "expert": 2, "tensor": 2}, "untyped"),
     ("sparse", {"fsdp": 2, "expert": 2, "context": 2}, "pieces"),
+    ("sparse", {"fsdp": 2, "expert": 2, "tensor": 2}, "travel", "rounds"),
+    ("sparse", {"expert": 4, "context": 2}, "travel", "untyped"),
 ]
 SLOW_CASES = [
     (case, {axis: 2}) for case in ("dense", "sparse", "gathered") for axis in sharding.AXES
@@ -35,6 +37,15 @@ SLOW_CASES = [
         {"fsdp": 2, "expert": 2, "tensor": 2},
         {"data": 2, "tensor": 2, "context": 2},
         {"context": 4},
+    )
+]
+SLOW_CASES += [
+    ("sparse", sizes, "travel", *words)
+    for sizes, *words in (
+        ({"data": 2, "expert": 2, "tensor": 2}, "pieces"),
+        ({"data": 2, "expert": 2, "context": 2}, "pieces", "rounds", "untyped"),
+        ({"expert": 4, "tensor": 2},),
+        ({"expert": 4, "fsdp": 1}, "rounds"),
     )
 ]
 
