@@ -22,6 +22,10 @@ from dsv32_jax.exchange import Route, exchange
 from dsv32_jax.expert_rows import Dispatch
 
 SLACK = 1.5  # choices that a device takes in a round, over those of an even load
+ZEROS = 8  # rows of zeros behind the tokens of a round, of which padding is a copy: a tile of a TPU
+LANES = (
+    128  # of a TPU's tile: rows that travel are cut into tiles, so that each is one run of memory
+)
 AXIS = "expert"
 
 
@@ -125,7 +129,10 @@ def run_travelling(
         cotangent in the dtype of `x_ND`, to which the caller rounds the sum.
     """
     w1_EDF, w3_EDF, w2_EFD = (w.astype(x_ND.dtype) for w in weights)
-    return _travel(x_ND, experts_NA, gates_NA, (w1_EDF, w3_EDF, w2_EFD), sizes)
+    width = LANES if x_ND.shape[1] % LANES == 0 else x_ND.shape[1]
+    tiles = x_ND.reshape(x_ND.shape[0], -1, width)
+    out = _travel(tiles, experts_NA, gates_NA, (w1_EDF, w3_EDF, w2_EFD), sizes)
+    return out.reshape(x_ND.shape)
 
 
 def _budget(experts_NA: Array, sizes: Sizes) -> int:
@@ -215,8 +222,7 @@ def _arrive(plan: Plan, experts_NA: Array, round_: Array, sizes: Sizes) -> Arriv
     there, back = _routes(plan, round_)
     n_tokens, n_active = experts_NA.shape
     none = sharding.vary(jnp.full((_tokens_of_a_round(experts_NA, sizes), n_active), -1, jnp.int32))
-    sent_SA = experts_NA.at[plan.token].get(mode="fill", fill_value=-1)
-    experts_CA = _send(sent_SA, none, there, n_tokens, sizes)
+    experts_CA = _send(_pick(experts_NA, plan.token), none, there, n_tokens, sizes)
     most = _budget(experts_NA, sizes) + min(n_active, sizes.n_local) - 1
     block = expert_rows.block_rows(n_tokens * n_active, sizes.n_local)
     first = jax.lax.axis_index(AXIS) * sizes.n_local
@@ -229,7 +235,12 @@ def _arrive(plan: Plan, experts_NA: Array, round_: Array, sizes: Sizes) -> Arriv
 
 
 def _tokens_of_a_round(experts_NA: Array, sizes: Sizes) -> int:
-    return min(_budget(experts_NA, sizes), sizes.n_devices * experts_NA.shape[0])
+    return min(_budget(experts_NA, sizes), sizes.n_devices * experts_NA.shape[0]) + ZEROS
+
+
+def _pick(rows: Array, index: Array) -> Array:
+    """Copy rows; past the end the last, where nobody reads it or it is 0: filling in would be a pass of its own."""
+    return rows.at[index].get(mode="clip")
 
 
 def _send(rows: Array, into: Array, there: Route, n_tokens: int, sizes: Sizes) -> Array:
@@ -237,42 +248,43 @@ def _send(rows: Array, into: Array, there: Route, n_tokens: int, sizes: Sizes) -
     return exchange(rows, into, there, AXIS, longest=longest, ragged=sizes.ragged)
 
 
-def _bring_rows(x_SD: Array, arrived: Arrived, experts_NA: Array, sizes: Sizes) -> Array:
-    """Send rows once a device and copy them to each of their choices there."""
-    # Rows that nothing is written to are not read either.
-    into = sharding.vary(
-        jnp.empty((_tokens_of_a_round(experts_NA, sizes), x_SD.shape[1]), x_SD.dtype)
-    )
-    x_CD = _send(x_SD, into, arrived.there, experts_NA.shape[0], sizes)
-    return x_CD.at[arrived.rows.token].get(mode="fill", fill_value=0)
+def _bring_rows(tokens: Array, arrived: Arrived, experts_NA: Array, sizes: Sizes) -> Array:
+    """Send rows once a device and copy them to each of their choices there, as rows [M, D] of products."""
+    # Rows that nothing is written to are not read either, but for the last, which is padding's.
+    into = jnp.empty((_tokens_of_a_round(experts_NA, sizes), *tokens.shape[1:]), tokens.dtype)
+    into = sharding.vary(into.at[-ZEROS:].set(0))
+    here = _send(tokens, into, arrived.there, experts_NA.shape[0], sizes)
+    rows = _pick(here, arrived.rows.token)
+    return rows.reshape(rows.shape[0], -1)
 
 
 def _return_rows(
     rows: Array, into: Array, arrived: Arrived, experts_NA: Array, sizes: Sizes
 ) -> Array:
     """Send each choice's row back to its token's device."""
-    sent = rows.at[arrived.returning].get(mode="fill", fill_value=0)
+    sent = _pick(rows.reshape(-1, *into.shape[1:]), arrived.returning)
     longest = min(experts_NA.shape[0] * min(experts_NA.shape[1], sizes.n_local), sent.shape[0])
     return exchange(sent, into, arrived.back, AXIS, longest=longest, ragged=sizes.ragged)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _travel(x_ND: Array, experts_NA: Array, gates_NA: Array, weights: tuple, sizes: Sizes) -> Array:
+def _travel(x: Array, experts_NA: Array, gates_NA: Array, weights: tuple, sizes: Sizes) -> Array:
+    """Do the work of `run_travelling` on tokens cut into tiles, [N, tiles, width]."""
     plan = plan_travel(experts_NA, sizes)
-    x_SD = x_ND.at[plan.token].get(mode="fill", fill_value=0)
+    tokens = _pick(x, plan.token)
 
     def run_round(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         round_, back = carry
         arrived = _arrive(plan, experts_NA, round_, sizes)
-        x_MD = _bring_rows(x_SD, arrived, experts_NA, sizes)
+        x_MD = _bring_rows(tokens, arrived, experts_NA, sizes)
         out_MD = expert_rows.multiply_rows(
             x_MD, weights, arrived.rows.sizes, arrived.block, sizes.implementation
         )
         return round_ + 1, _return_rows(out_MD, back, arrived, experts_NA, sizes)
 
-    back = sharding.vary(jnp.empty((experts_NA.size, x_ND.shape[1]), x_ND.dtype))
-    back = _rounds(plan, run_round, back)
-    return jnp.einsum("na,nad->nd", gates_NA, back[plan.back].astype(jnp.float32))
+    back = sharding.vary(jnp.empty((experts_NA.size, *x.shape[1:]), x.dtype))
+    back = _pick(_rounds(plan, run_round, back), plan.back)
+    return jnp.einsum("na,natd->ntd", gates_NA, back.astype(jnp.float32))
 
 
 def _rounds(plan: Plan, run_round: Any, carried: Any) -> Any:
@@ -281,34 +293,26 @@ def _rounds(plan: Plan, run_round: Any, carried: Any) -> Any:
 
 
 def _travel_fwd(
-    x_ND: Array, experts_NA: Array, gates_NA: Array, weights: tuple, sizes: Sizes
+    x: Array, experts_NA: Array, gates_NA: Array, weights: tuple, sizes: Sizes
 ) -> tuple[Array, tuple]:
-    saved = (x_ND, experts_NA, gates_NA, weights)
+    saved = (x, experts_NA, gates_NA, weights)
     return _travel(*saved, sizes), saved
 
 
-def _travel_bwd(sizes: Sizes, saved: tuple, d_out_ND: Array) -> tuple:
+def _travel_bwd(sizes: Sizes, saved: tuple, d_out: Array) -> tuple:
     """Send tokens and cotangents once a device; gradients of rows and gates come back by choice.
 
     Here the gate stands before the last product, which it commutes with, so that its gradient needs no output.
     """
-    x_ND, experts_NA, gates_NA, weights = saved
+    x, experts_NA, gates_NA, weights = saved
     plan = plan_travel(experts_NA, sizes)
-    x_SD, d_out_SD, gates_SA = (
-        a.at[plan.token].get(mode="fill", fill_value=0)
-        for a in (x_ND, d_out_ND.astype(x_ND.dtype), gates_NA)
-    )
-    n_tokens, n_active = experts_NA.shape
+    tokens, d_tokens, gates = (_pick(a, plan.token) for a in (x, d_out.astype(x.dtype), gates_NA))
 
     def run_round(carry: tuple[Array, tuple]) -> tuple[Array, tuple]:
         round_, (dx_back, d_gates_back, d_weights) = carry
         arrived = _arrive(plan, experts_NA, round_, sizes)
-        x_MD, d_out_MD = (_bring_rows(a, arrived, experts_NA, sizes) for a in (x_SD, d_out_SD))
-        into = sharding.vary(
-            jnp.zeros((_tokens_of_a_round(experts_NA, sizes), n_active), jnp.float32)
-        )
-        gates_CA = _send(gates_SA, into, arrived.there, n_tokens, sizes)
-        gates_M = gates_CA.reshape(-1).at[arrived.rows.choice].get(mode="fill", fill_value=0)
+        x_MD, d_out_MD = (_bring_rows(a, arrived, experts_NA, sizes) for a in (tokens, d_tokens))
+        gates_M = _bring_gates(gates, arrived, experts_NA, sizes)
 
         def multiply(x_MD: Array, gates_M: Array, weights: tuple) -> Array:
             return expert_rows.multiply_rows(
@@ -317,19 +321,24 @@ def _travel_bwd(sizes: Sizes, saved: tuple, d_out_ND: Array) -> tuple:
 
         dx_MD, d_gates_M, d_round = jax.vjp(multiply, x_MD, gates_M, weights)[1](d_out_MD)
         dx_back = _return_rows(dx_MD, dx_back, arrived, experts_NA, sizes)
-        d_gates_back = _return_rows(d_gates_M[:, None], d_gates_back, arrived, experts_NA, sizes)
+        d_gates_back = _return_rows(d_gates_M, d_gates_back, arrived, experts_NA, sizes)
         return round_ + 1, (dx_back, d_gates_back, jax.tree.map(jnp.add, d_weights, d_round))
 
-    backs = sharding.vary(
-        (
-            jnp.empty((experts_NA.size, x_ND.shape[1]), x_ND.dtype),
-            jnp.empty((experts_NA.size, 1), jnp.float32),
-        )
+    backs = (
+        jnp.empty((experts_NA.size, *x.shape[1:]), x.dtype),
+        jnp.empty((experts_NA.size, 1), jnp.float32),
     )
-    carried = (*backs, jax.tree.map(jnp.zeros_like, weights))
+    carried = (*sharding.vary(backs), jax.tree.map(jnp.zeros_like, weights))
     dx_back, d_gates_back, d_weights = _rounds(plan, run_round, carried)
-    dx_ND = jnp.sum(dx_back[plan.back].astype(jnp.float32), axis=1).astype(x_ND.dtype)
-    return dx_ND, None, d_gates_back[plan.back][..., 0], d_weights
+    dx, d_gates = (_pick(a, plan.back) for a in (dx_back, d_gates_back))
+    return jnp.sum(dx.astype(jnp.float32), axis=1).astype(x.dtype), None, d_gates[..., 0], d_weights
+
+
+def _bring_gates(gates: Array, arrived: Arrived, experts_NA: Array, sizes: Sizes) -> Array:
+    """Send tokens' gates and give each row its own; 0 to padding."""
+    into = jnp.zeros((_tokens_of_a_round(experts_NA, sizes), experts_NA.shape[1]), jnp.float32)
+    here = _send(gates, sharding.vary(into), arrived.there, experts_NA.shape[0], sizes)
+    return here.reshape(-1).at[arrived.rows.choice].get(mode="fill", fill_value=0)
 
 
 _travel.defvjp(_travel_fwd, _travel_bwd)

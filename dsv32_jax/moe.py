@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from dsv32_jax import expert_rows, expert_travel, layers, sharding
 from dsv32_jax.config import ModelConfig
+from dsv32_jax.expert_rows import MAX_BLOCK
 from dsv32_jax.gate import Gate, Routing
 from dsv32_jax.segments import Segments
 from dsv32_jax.sharding import spec
@@ -76,28 +77,20 @@ def choose_dispatch(cfg: ModelConfig, n_choices: int) -> str:
     Raises:
         NotImplementedError: If the named one cannot run here.
     """
-    n_devices = sharding.axis_size("expert")
+    asked, n_devices = cfg.expert_dispatch, sharding.axis_size("expert")
 
-    def check_many() -> None:
-        if n_devices < MIN_DEVICES:
+    def check_worth() -> None:
+        if asked == "auto" and n_devices < MIN_DEVICES:
             raise NotImplementedError("the expert axis is short")
-        if n_choices * n_devices**2 <= cfg.moe.n_experts * expert_rows.MAX_BLOCK:
+        if asked == "auto" and n_choices * n_devices**2 <= cfg.moe.n_experts * MAX_BLOCK:
             raise NotImplementedError("few tokens at a time")
 
-    def check_platform() -> None:
+    def check_ragged() -> None:
+        check_worth()
         if dispatch.platform() == "cpu":
             raise NotImplementedError("XLA has no ragged all-to-all on a CPU")
 
-    def check_both() -> None:
-        check_many()
-        check_platform()
-
-    asked = cfg.expert_dispatch
-    if asked == "ragged":
-        return dispatch.choose("expert_dispatch", asked, {"ragged": check_platform})
-    choices = {"ragged": check_both, "all_to_all": check_many, "all_gather": None}
-    if asked == "all_to_all":
-        choices["all_to_all"] = None
+    choices = {"ragged": check_ragged, "all_to_all": check_worth, "all_gather": None}
     return dispatch.choose("expert_dispatch", None if asked == "auto" else asked, choices)
 
 

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,13 +24,15 @@ CASES = {
 }
 
 
-def run(script, argument):
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": str(HERE.parents[1]),
-    }
-    command = [sys.executable, str(HERE / script), argument]
+EIGHT_CPUS = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+}
+
+
+def run(cases, environment):
+    env = os.environ | environment | {"PYTHONPATH": str(HERE.parents[1])}
+    command = [sys.executable, str(HERE / "travelling_experts.py"), json.dumps(cases)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -37,7 +40,7 @@ def run(script, argument):
 
 @pytest.fixture(scope="module")
 def results():
-    lines = run("travelling_experts.py", json.dumps(list(CASES.values())))
+    lines = run(list(CASES.values()), EIGHT_CPUS)
     return dict(zip(CASES, lines, strict=True))
 
 
@@ -70,6 +73,17 @@ def test_what_one_round_does_not_hold_comes_in_the_next(results):
 def test_a_ragged_and_a_padded_exchange_give_the_same_bits(results):
     plain, ragged = results["even"], results["even, by the ragged definition"]
     assert plain["digest"] == ragged["digest"]
+
+
+@pytest.mark.gpu
+def test_two_gpus_exchange_by_the_real_primitive_as_by_the_padded_one():
+    if jax.default_backend() != "gpu" or jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    case = {"kind": "even", "devices": 2, "dtype": "bfloat16", "slack": 0.7}
+    plain, ragged = run([case, case | {"ragged": True}], {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    assert ragged["digest"] == plain["digest"]
+    assert ragged["rounds"] > 1
+    assert ragged["x"] < BFLOAT16_TOL
 
 
 @pytest.mark.parametrize(
