@@ -44,7 +44,8 @@ def by_definition(rows, into, start, length, place, arriving, *, axis_name):
         row = jnp.arange(into.shape[0]) - place[sender, me]
         inside = (row >= 0) & (row < length[sender, me])
         sent = rows[sender][jnp.clip(start[sender, me] + row, 0, rows.shape[1] - 1)]
-        into = jnp.where(inside[:, None] & ok, sent, into)
+        inside = jnp.expand_dims(inside & ok, range(1, into.ndim))
+        into = jnp.where(inside, sent, into)
     return into
 
 
