@@ -8,6 +8,7 @@ from typing import Literal
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "full"]
 Kernels = Literal["auto", "fp8", "reference"]
+ExpertDispatch = Literal["auto", "ragged", "all_to_all", "all_gather"]
 
 
 def require(condition: bool, message: str) -> None:
@@ -230,6 +231,11 @@ class ModelConfig:
             which changes the selected set. "fp8": the same, but keys of whole sequences are scored by FP8 products,
             faster; tensor cores add them with few bits, so about 1 key of 10,000 is another. "reference": the plain-jnp
             definitions, which run anywhere.
+        expert_dispatch: How tokens come to experts on other devices. "ragged": each is sent once to every device that
+            holds one of its experts, by ragged all-to-all (GPU, TPU). "all_to_all": the same by a plain one, filled up,
+            which runs anywhere. "all_gather": every device gets all tokens of the expert axis. "auto": the first, or
+            the second, but the third on a short axis and for few tokens. Nothing is dropped and all are equal to
+            rounding.
         deterministic: Sum the gradients of keys that many queries list in an order that never changes, where a kernel
             would take the order in which they come; slower. Off, a resumed run on a GPU equals one that went on to
             rounding only.
@@ -251,6 +257,7 @@ class ModelConfig:
     remat: Remat = "none"
     scan_unroll: int = 1
     kernels: Kernels = "auto"
+    expert_dispatch: ExpertDispatch = "auto"
     deterministic: bool = False
 
     def __post_init__(self) -> None:

@@ -1,183 +1,25 @@
 """Mixture of experts: dropless dispatch to the routed experts, and the shared expert."""
 
 import functools
+import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-import pallas_kernels
-from dsv32_jax import layers, sharding
+from dsv32_jax import expert_rows, expert_travel, layers, sharding
 from dsv32_jax.config import ModelConfig
+from dsv32_jax.expert_rows import MAX_BLOCK
 from dsv32_jax.gate import Gate, Routing
 from dsv32_jax.segments import Segments
 from dsv32_jax.sharding import spec
+from pallas_kernels import dispatch
 
-MAX_ROWS = (
-    2**17
-)  # rows for tokens of all experts here that are alive at once: 1.9 GB of the released width
-COUNT_PIECE = 512  # places whose running count is one product
-MIN_BLOCK, MAX_BLOCK = 8, 128  # rows that share one expert's weight in the blocked product
-
-
-class Dispatch(NamedTuple):
-    """Rows sorted by expert, each expert's rows padded to whole blocks.
-
-    Attributes:
-        token: int32 [M], the token in each row; N where the row is padding.
-        row: int32 [N, A], the row of each choice; M where its expert is not local.
-        sizes: int32 [E], rows of each local expert, multiples of the block.
-    """
-
-    token: Int[Array, " M"]
-    row: Int[Array, "N A"]
-    sizes: Int[Array, " E"]
-
-
-def plan_dispatch(
-    experts_NA: Int[Array, "N A"], n_local: int, first_expert: Int[Array, ""] | int, block: int
-) -> Dispatch:
-    """Give every choice of a local expert a row; none is dropped.
-
-    Args:
-        experts_NA: Chosen experts of each token.
-        n_local: Experts held here.
-        first_expert: Index of the first of them.
-        block: Rows are padded to multiples of it, expert by expert.
-
-    Returns:
-        The plan.
-    """
-    n_tokens, n_active = experts_NA.shape
-    n_choices = n_tokens * n_active
-    local = experts_NA.reshape(-1) - first_expert
-    local = jnp.where((local >= 0) & (local < n_local), local, n_local)
-    chose_EN = local == jnp.arange(n_local)[:, None]
-    upto_EN = _running_count(chose_EN)
-    sizes = -(-upto_EN[:, -1] // block) * block
-    first_row_E = jnp.cumsum(sizes) - sizes
-    n_rows = -(-n_choices // block) * block + n_local * block
-    # A sum over the local experts, of which one was chosen: gathers from small tables compile for half a minute on TPU.
-    row = jnp.sum(jnp.where(chose_EN, first_row_E[:, None] + upto_EN - 1, 0), axis=0)
-    row = jnp.where(local < n_local, row, n_rows)
-    token = jnp.full(n_rows, n_tokens, jnp.int32)
-    token = token.at[row].set(jnp.arange(n_choices, dtype=jnp.int32) // n_active, mode="drop")
-    return Dispatch(token, row.reshape(n_tokens, n_active).astype(jnp.int32), sizes)
-
-
-def _running_count(chose_EN: Bool[Array, "E N"]) -> Int[Array, "E N"]:
-    """Count the true entries of each row up to and with each place: within pieces by a product, which is exact."""
-    n = chose_EN.shape[1]
-    pieces = jnp.pad(chose_EN, ((0, 0), (0, -n % COUNT_PIECE)))
-    pieces = pieces.reshape(chose_EN.shape[0], -1, COUNT_PIECE).astype(jnp.bfloat16)
-    upto = jnp.triu(jnp.ones((COUNT_PIECE, COUNT_PIECE), jnp.bfloat16))
-    count = jnp.einsum("ebi,ij->ebj", pieces, upto, preferred_element_type=jnp.float32)
-    count = count.astype(jnp.int32)
-    total = count[:, :, -1]
-    count += (jnp.cumsum(total, axis=1) - total)[..., None]
-    return count.reshape(chose_EN.shape[0], -1)[:, :n]
-
-
-@jax.custom_vjp
-def _to_rows(x_ND: Array, token_M: Array, row_NA: Array) -> Array:
-    """Copy each row's token; its transpose gathers too, so no scatter-add decides the order of a sum."""
-    return x_ND.at[token_M].get(mode="fill", fill_value=0)
-
-
-def _to_rows_fwd(x_ND: Array, token_M: Array, row_NA: Array) -> tuple[Array, Array]:
-    return _to_rows(x_ND, token_M, row_NA), row_NA
-
-
-def _to_rows_bwd(row_NA: Array, grad_MD: Array) -> tuple[Array, None, None]:
-    picked_NAD = grad_MD.at[row_NA].get(mode="fill", fill_value=0)
-    return jnp.sum(picked_NAD.astype(jnp.float32), axis=1).astype(grad_MD.dtype), None, None
-
-
-_to_rows.defvjp(_to_rows_fwd, _to_rows_bwd)
-
-
-@jax.custom_vjp
-def _from_rows(out_MD: Array, token_M: Array, row_NA: Array) -> Array:
-    """Return each choice's row [N, A, D]; 0 where the expert is elsewhere."""
-    return out_MD.at[row_NA].get(mode="fill", fill_value=0)
-
-
-def _from_rows_fwd(out_MD: Array, token_M: Array, row_NA: Array) -> tuple[Array, tuple]:
-    return _from_rows(out_MD, token_M, row_NA), (token_M, row_NA)
-
-
-def _from_rows_bwd(saved: tuple, grad_NAD: Array) -> tuple[Array, None, None]:
-    token_M, row_NA = saved
-    n_tokens, n_active, dim = grad_NAD.shape
-    choice_NA = jnp.arange(n_tokens * n_active, dtype=jnp.int32).reshape(n_tokens, n_active)
-    choice_M = jnp.full(token_M.shape, n_tokens * n_active, jnp.int32)
-    choice_M = choice_M.at[row_NA].set(choice_NA, mode="drop")
-    grad_MD = grad_NAD.reshape(-1, dim).at[choice_M].get(mode="fill", fill_value=0)
-    return grad_MD, None, None
-
-
-_from_rows.defvjp(_from_rows_fwd, _from_rows_bwd)
-
-
-def _block_rows(n_choices: int, n_experts: int) -> int:
-    """Choose a block near the rows an expert gets, a power of two."""
-    per_expert = max(n_choices // n_experts, 1)
-    return min(MAX_BLOCK, max(MIN_BLOCK, 1 << (per_expert.bit_length() - 1)))
-
-
-def run_experts(
-    x_ND: Float[Array, "N D"],
-    experts_NA: Int[Array, "N A"],
-    gates_NA: Float[Array, "N A"],
-    weights: tuple[Array, Array, Array],
-    first_expert: Int[Array, ""] | int = 0,
-    implementation: str | None = None,
-) -> Float[Array, "N D"]:
-    """Sum the gated outputs of each token's experts that are held here.
-
-    `y[n] = sum_a gate[n, a] * w2_e(silu(w1_e x[n]) * w3_e x[n])`, e the a-th choice; float32.
-
-    Args:
-        x_ND: Tokens.
-        experts_NA: int32, their chosen experts.
-        gates_NA: float32 weights.
-        weights: (w1 [E, D, F], w3 [E, D, F], w2 [E, F, D]) of the local experts.
-        first_expert: Index of the first local expert.
-        implementation: Of `grouped_matmul`.
-
-    Returns:
-        float32 sums; choices of experts held elsewhere add nothing.
-    """
-    w1_EDF, w3_EDF, w2_EFD = (w.astype(x_ND.dtype) for w in weights)
-    n_local = w1_EDF.shape[0]
-    if experts_NA.size < n_local:
-        return _run_chosen(x_ND, experts_NA - first_expert, gates_NA, (w1_EDF, w3_EDF, w2_EFD))
-    block = _block_rows(experts_NA.size, n_local)
-    plan = plan_dispatch(experts_NA, n_local, first_expert, block)
-    x_MD = _to_rows(x_ND, plan.token, plan.row)
-
-    def multiply(x: Array, w: Array) -> Array:
-        return pallas_kernels.grouped_matmul(
-            x, w, plan.sizes, align=block, implementation=implementation
-        )
-
-    hidden_MF = layers.swiglu(multiply(x_MD, w1_EDF), multiply(x_MD, w3_EDF))
-    out_NAD = _from_rows(multiply(hidden_MF, w2_EFD), plan.token, plan.row)
-    return jnp.einsum("na,nad->nd", gates_NA, out_NAD.astype(jnp.float32))
-
-
-def _run_chosen(x_ND: Array, local_NA: Array, gates_NA: Array, weights: tuple) -> Array:
-    """Read each choice's own weights: with fewer choices than experts, as in decoding, the rest need not be read."""
-    n_local = weights[0].shape[0]
-    here_NA = (local_NA >= 0) & (local_NA < n_local)
-    w1_NADF, w3_NADF, w2_NAFD = (w[jnp.where(here_NA, local_NA, 0)] for w in weights)
-    gate_NAF, up_NAF = (jnp.einsum("nd,nadf->naf", x_ND, w) for w in (w1_NADF, w3_NADF))
-    out_NAD = jnp.einsum("naf,nafd->nad", layers.swiglu(gate_NAF, up_NAF), w2_NAFD)
-    gates_NA = jnp.where(here_NA, gates_NA, 0)
-    return jnp.einsum("na,nad->nd", gates_NA, out_NAD.astype(jnp.float32))
+# Rows for tokens of all experts here that are alive at once: 1.9 GB of the released width.
+MAX_ROWS = 2**17
+MIN_DEVICES = 4  # on which tokens travel: see choose_dispatch
 
 
 class MoE(nnx.Module):
@@ -212,24 +54,61 @@ class MoE(nnx.Module):
         """
         routing = self.gate(x_BTD, documents)
         weights = (self.w1[...], self.w3[...], self.w2[...])
-        routed_BTD = _sharded_experts(
-            x_BTD, routing.experts, routing.gates, weights, self.cfg.implementation
-        )
+        routed_BTD = _sharded_experts(x_BTD, routing, weights, self.cfg)
         out_BTD = routed_BTD + self.shared(x_BTD).astype(jnp.float32)
         return out_BTD.astype(x_BTD.dtype), routing
 
 
-def _sharded_experts(
-    x: Array, experts: Array, gates: Array, weights: tuple, implementation: str | None
-) -> Array:
-    """Run each device's experts on the tokens of its expert axis, and sum back to each token's device.
+def choose_dispatch(cfg: ModelConfig, n_choices: int) -> str:
+    """Return how tokens come to their experts on the context's mesh; the choice is logged once.
 
-    Weights are gathered as they are multiplied; their gradients are summed and cut in float32. Tokens travel in pieces,
-    as rows for the worst case, every token on one device, are many times those of the usual one. A batch or a sequence
-    that its mesh axes do not divide, such as one prompt's piece, is on every device instead.
+    A device gathers every token of its expert axis, or is sent those that chose its experts ("ragged" and
+    "all_to_all", see `exchange`). Gathering has rows for the worst case, n times an even load on n devices, and passes
+    over them a third as often, so that on fewer than 4 devices it is the cheaper; and where even the worst case does
+    not fill one block of each expert, their weights are what is read.
+
+    Args:
+        cfg: The model.
+        n_choices: Experts that the tokens of one device chose.
+
+    Returns:
+        "ragged", "all_to_all" or "all_gather".
+
+    Raises:
+        NotImplementedError: If the named one cannot run here.
     """
+    asked, n_devices = cfg.expert_dispatch, sharding.axis_size("expert")
+
+    def check_worth() -> None:
+        if asked == "auto" and n_devices < MIN_DEVICES:
+            raise NotImplementedError("the expert axis is short")
+        if asked == "auto" and n_choices * n_devices**2 <= cfg.moe.n_experts * MAX_BLOCK:
+            raise NotImplementedError("few tokens at a time")
+
+    def check_ragged() -> None:
+        check_worth()
+        if dispatch.platform() == "cpu":
+            raise NotImplementedError("XLA has no ragged all-to-all on a CPU")
+
+    choices = {"ragged": check_ragged, "all_to_all": check_worth, "all_gather": None}
+    return dispatch.choose("expert_dispatch", None if asked == "auto" else asked, choices)
+
+
+def filled(cfg: ModelConfig, n_choices: int) -> float:
+    """Return the share of the experts' rows that have a choice, where the load is even; arguments as above."""
+    travels = choose_dispatch(cfg, n_choices) != "all_gather"
+    return 1 / min(sharding.axis_size("expert"), expert_travel.SLACK if travels else math.inf)
+
+
+def _sharded_experts(x: Array, routing: Routing, weights: tuple, cfg: ModelConfig) -> Array:
+    """Run each device's experts on the tokens that chose them, and sum on each token's device.
+
+    Weights are gathered as they are multiplied; their gradients are summed and cut in float32. Tokens travel in pieces.
+    A batch or a sequence that its mesh axes do not divide, such as one prompt's piece, is on every device instead.
+    """
+    part = (x, routing.experts, routing.gates)
     if sharding.axis_size(*sharding.AXES) == 1:
-        return _run_flat(x, experts, gates, weights, 0, implementation)
+        return _run_flat(*part, weights, 0, cfg.implementation)
     sizes = {
         name: sharding.axis_size(*sharding.RULES[name])
         for name in ("batch", "sequence", "expert_embed")
@@ -239,22 +118,19 @@ def _sharded_experts(
     embed = "expert_embed" if split and x.shape[2] % sizes["expert_embed"] == 0 else None
 
     def local(x: Array, experts: Array, gates: Array, weights: tuple) -> Array:
-        first_expert = jax.lax.axis_index("expert") * weights[0].shape[0]
         if embed:
             weights = tuple(
                 _whole(w, axis, str(x.dtype)) for w, axis in zip(weights, (1, 1, 2), strict=True)
             )
-
-        def run(part: tuple[Array, Array, Array]) -> Array:
-            if split:
-                part = jax.lax.all_gather(part, "expert", tiled=True)
-            out = _run_flat(*part, weights, first_expert, implementation)
-            out = jax.lax.psum(out, "tensor")
-            if split:
-                return jax.lax.psum_scatter(out, "expert", tiled=True)
-            return jax.lax.psum(out, "expert")
-
-        return _in_pieces(run, (x, experts, gates), sharding.axis_size("expert") if split else 1)
+        if not split:
+            return jax.lax.psum(_here(x, experts, gates, weights, cfg), ("tensor", "expert"))
+        how = choose_dispatch(cfg, experts.size)
+        if how == "all_gather":
+            run = functools.partial(_gather_tokens, weights=weights, cfg=cfg)
+            return _in_pieces(run, (x, experts, gates), sharding.axis_size("expert"))
+        weights = sharding.vary(weights, "experts", "ffn", *([embed] if embed else []))
+        run = functools.partial(_send_tokens, weights=weights, cfg=cfg, ragged=how == "ragged")
+        return _in_pieces(run, (x, experts, gates), expert_travel.SLACK)
 
     token = spec("batch", "sequence") if split else spec()
     weight_specs = (
@@ -262,9 +138,38 @@ def _sharded_experts(
         spec("experts", embed, "ffn"),
         spec("experts", "ffn", embed),
     )
-    return sharding.shard_map(local, (token, token, token, weight_specs), token)(
-        x, experts, gates, weights
+    return sharding.shard_map(local, (token, token, token, weight_specs), token)(*part, weights)
+
+
+def _gather_tokens(part: tuple, weights: tuple, cfg: ModelConfig) -> Array:
+    """Run the experts here on all tokens of the expert axis, and sum over it."""
+    x, experts, gates = jax.lax.all_gather(part, "expert", tiled=True)
+    out = _here(x, experts, gates, weights, cfg)
+    return jax.lax.psum_scatter(jax.lax.psum(out, "tensor"), "expert", tiled=True)
+
+
+def _send_tokens(part: tuple, weights: tuple, cfg: ModelConfig, ragged: bool) -> Array:
+    """Send tokens to their experts, and sum what comes back."""
+    x = part[0]
+    n_devices = sharding.axis_size("expert")
+    sizes = expert_travel.Sizes(
+        n_devices=n_devices,
+        n_local=weights[0].shape[0],
+        reach=expert_travel.reach(cfg.moe, n_devices),
+        ragged=ragged,
+        implementation=cfg.implementation,
     )
+    x_ND, experts_NA, gates_NA = sharding.vary(
+        tuple(a.reshape(-1, a.shape[-1]) for a in part), "batch", "sequence"
+    )
+    out = expert_travel.run_travelling(x_ND, experts_NA, gates_NA, weights, sizes)
+    return jax.lax.psum(out, "tensor").reshape(x.shape)
+
+
+def _here(x: Array, experts: Array, gates: Array, weights: tuple, cfg: ModelConfig) -> Array:
+    """Run the experts of this device."""
+    first = jax.lax.axis_index("expert") * weights[0].shape[0]
+    return _run_flat(x, experts, gates, weights, first, cfg.implementation)
 
 
 def _run_flat(
@@ -276,15 +181,18 @@ def _run_flat(
     implementation: str | None,
 ) -> Array:
     x_ND, experts_NA, gates_NA = (a.reshape(-1, a.shape[-1]) for a in (x, experts, gates))
-    out = run_experts(x_ND, experts_NA, gates_NA, weights, first, implementation)
+    out = expert_rows.run_experts(x_ND, experts_NA, gates_NA, weights, first, implementation)
     return out.reshape(x.shape)
 
 
-def _in_pieces(run: Callable, part: tuple[Array, Array, Array], gathered: int) -> Array:
-    """Apply run to pieces of the sequence, so that no more than MAX_ROWS rows are alive, forward and back."""
+def _in_pieces(run: Callable, part: tuple[Array, Array, Array], rows: float) -> Array:
+    """Apply run to pieces of the sequence, so that no more than MAX_ROWS rows are alive, forward and back.
+
+    Rows are those allotted, over the choices of the tokens here.
+    """
     batch, length, n_active = part[1].shape
     pieces = 1
-    while batch * length * n_active * gathered > pieces * MAX_ROWS and length % (2 * pieces) == 0:
+    while batch * length * n_active * rows > pieces * MAX_ROWS and length % (2 * pieces) == 0:
         pieces *= 2
     if pieces == 1:
         return run(part)

@@ -205,6 +205,16 @@ def types_checked() -> bool:
     return dispatch.platform() == "cpu"
 
 
+def vary(tree: Any, *logical: str) -> Any:
+    """Mark arrays, cut along some logical axes, as different on every device: for types under `shard_map`.
+
+    Gradients of what is the same on several devices are summed over them on the way out.
+    """
+    axes = {axis for name in logical for axis in RULES[name]}
+    missing = tuple(axis for axis in AXES if axis not in axes)
+    return jax.lax.pcast(tree, missing, to="varying") if types_checked() else tree
+
+
 def shard_map(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Run fn on each device's shard under the context's mesh; plain fn where nothing is sharded.
 

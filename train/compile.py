@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 
-from dsv32_jax import command_line, json_files, sharding
+from dsv32_jax import command_line, json_files, moe, sharding
+from dsv32_jax.config import ModelConfig
 from dsv32_jax.errors import UsageError, UserError
 from train import command, mesh_search, overrides, pod_report, pod_steps, topology, traced
 from train.pod_report import StepReport
@@ -205,19 +206,21 @@ def compile_step(
         model_flops=step.model_flops / target.n_devices,
         gradient_bytes=step.gradient_bytes,
     )
-    _compile(report, step, target, mesh)
+    _compile(report, step, target, mesh, cfg.model)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     report.cpu_s, report.rss_bytes = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
     return report
 
 
-def _compile(report: StepReport, step: PodStep, target: Topology, mesh: jax.sharding.Mesh) -> None:
+def _compile(
+    report: StepReport, step: PodStep, target: Topology, mesh: jax.sharding.Mesh, model: ModelConfig
+) -> None:
     began = time.monotonic()
     with jax.set_mesh(mesh):
         trace = step.jitted.trace(*step.arguments)
         lowered = trace.lower()
+        filled = moe.filled(model, step.tokens * model.moe.n_active // mesh.size)
     report.lower_s = time.monotonic() - began
-    filled = 1 / mesh.shape["expert"]
     report.executed_flops = traced.executed_flops(trace.jaxpr, mesh.size, filled) / mesh.size
     began = time.monotonic()
     try:

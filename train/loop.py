@@ -276,7 +276,7 @@ class _Trainer:
 
 def _reported(stage: Stage) -> frozenset[str]:
     """Return the metrics that mean something in a stage."""
-    names = {"loss", "max_load"}
+    names = {"loss", "max_load", "max_device_load"}
     if stage in MAIN_TRAINS:
         names |= {"lm", "mtp", "balance", "grad_norm"}
     if stage in INDEXER_TRAINS:

@@ -61,6 +61,8 @@ class StepMetrics(NamedTuple):
         grad_norm: Norm of the main model's gradient before clipping; 0 where it does not train.
         indexer_grad_norm: The same of the indexers.
         max_load: Tokens of the fullest expert of any layer over the mean.
+        max_device_load: The same of the fullest device of the expert axis, all its choices together, over the whole
+            batch: what limits the step, but for how uneven parts of the batch are. 1 where one device has all experts.
     """
 
     loss: Float[Array, ""]
@@ -71,6 +73,7 @@ class StepMetrics(NamedTuple):
     grad_norm: Float[Array, ""]
     indexer_grad_norm: Float[Array, ""]
     max_load: Float[Array, ""]
+    max_device_load: Float[Array, ""]
 
 
 def combine(sums: LossSums, weights: LossWeights, cfg: LossConfig, stage: Stage) -> Array:
@@ -211,7 +214,8 @@ def make_step(
             kl=sums.kl / weights.kl,
             grad_norm=_norm(grads, "main"),
             indexer_grad_norm=_norm(grads, "indexer"),
-            max_load=_max_load(loads),
+            max_load=_max_load(loads, cfg.moe.n_experts),
+            max_device_load=_max_load(loads, sharding.axis_size("expert")),
         )
         return TrainState(Parameters(new_weights, bias), opt_state, state.step + 1), metrics
 
@@ -224,9 +228,10 @@ def _norm(grads: Arrays, group: str) -> Array:
     )
 
 
-def _max_load(loads: Arrays) -> Array:
-    worst = [
-        jnp.max(load / jnp.maximum(jnp.mean(load, -1, keepdims=True), 1.0))
-        for load in loads.values()
-    ]
+def _max_load(loads: Arrays, n_parts: int) -> Array:
+    """Return the fullest of equal parts of the experts over the mean of its layer, the worst layer's."""
+    worst = []
+    for load in loads.values():
+        parts = jnp.sum(load.reshape(*load.shape[:-1], n_parts, -1), axis=-1)
+        worst.append(jnp.max(parts / jnp.maximum(jnp.mean(parts, -1, keepdims=True), 1.0)))
     return jnp.max(jnp.stack(worst)) if worst else jnp.ones(())

@@ -32,8 +32,7 @@ def executed_flops(jaxpr: Any, n_devices: int, filled: float = 1.0) -> float:
     Args:
         jaxpr: A Jaxpr or ClosedJaxpr.
         n_devices: Devices of the mesh; a `shard_map`'s body runs on each of them.
-        filled: Share of the rows of grouped products that are in a group, and so are computed: 1 / (expert axis) where
-            the experts' load is even, as rows are allotted for every token of the axis.
+        filled: Share of the rows of grouped products that are in a group, and so are computed: see `moe.filled`.
 
     Returns:
         FLOPs of one run on all devices together. Loops count as often as they run (a `while` of unknown length once),

@@ -1,8 +1,9 @@
 """Run by test_sharding.py in a process of its own with 8 devices: print how far a mesh's gradients are off.
 
 `python sharded_gradients.py '[["sparse", {"tensor": 2}], ...]'` prints one JSON object a case: the largest relative
-error over gradients and loss sums against one device, and the largest difference in an expert's load. A third word
-"untyped" runs it as around GPU kernels, without types of varying axes; "pieces" sends tokens to experts in pieces.
+error over gradients and loss sums against one device, and the largest difference in an expert's load. Further words:
+"untyped" runs it as around GPU kernels, without types of varying axes; "travel" sends tokens to their experts by
+all-to-all; "pieces" does either in pieces of the sequence, and "rounds" with little room at the receivers.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from dsv32_jax import config, moe, parameters, sharding
+from dsv32_jax import config, expert_travel, moe, parameters, sharding
 from train import step
 from train.losses import Batch
 
@@ -23,13 +24,19 @@ ROWS, LENGTH = 4, 16
 STAGES = {"sparse": "sparse", "gathered": "sparse", "warmup": "warmup", "dense": "dense"}
 
 
-def model_config(case):
+def model_config(case, dispatch):
     """Return an expert layer and MTP, with heads and widths that every mesh divides."""
     tiny = config.tiny()
     mla = dataclasses.replace(tiny.mla, masked_max_len=0 if case == "gathered" else 8192)
     indexer = dataclasses.replace(tiny.indexer, n_heads=4, topk=5)
     return dataclasses.replace(
-        tiny, vocab_size=96, n_layers=1, n_dense_layers=0, mla=mla, indexer=indexer
+        tiny,
+        vocab_size=96,
+        n_layers=1,
+        n_dense_layers=0,
+        mla=mla,
+        indexer=indexer,
+        expert_dispatch=dispatch,
     )
 
 
@@ -41,9 +48,9 @@ def draw_batch():
     return Batch(jnp.asarray(tokens, jnp.int32), jnp.asarray(ids))
 
 
-def run(case, sizes):
+def run(case, sizes, dispatch="auto"):
     """Return the gradients, loss sums and loads of a stage under a mesh."""
-    cfg = model_config(case)
+    cfg = model_config(case, dispatch)
     mesh_cfg = sharding.MeshConfig(**{"ici_fsdp": 1} | {f"ici_{a}": n for a, n in sizes.items()})
     mesh = sharding.make_mesh(mesh_cfg, jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(mesh):
@@ -99,7 +106,9 @@ def main():
             expected[stage] = run(stage, {"data": 1})  # "gathered" must equal "sparse" too
         sharding.types_checked = (lambda: False) if "untyped" in words else checked
         moe.MAX_ROWS = 16 if "pieces" in words else 2**17
-        result = compare(run(case, sizes), expected[stage])
+        expert_travel.SLACK = 0.2 if "rounds" in words else 1.5
+        dispatch = "all_to_all" if "travel" in words else "auto"
+        result = compare(run(case, sizes, dispatch), expected[stage])
         sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
 

@@ -1,142 +1,21 @@
 import dataclasses
+import logging
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
 
-from dsv32_jax import gate, moe, segments
+from dsv32_jax import config, expert_rows, expert_travel, gate, moe, segments, sharding
 
 FLOAT32_TOL = 2e-5  # two products over ~20 values, gated sums of size ~1
-N, D, F, E, A = 40, 6, 5, 8, 3
-
-run_experts = jax.jit(moe.run_experts)
 
 
-def silu(x):
-    return x / (1 + np.exp(-x))
-
-
-def loop_over_tokens(x, experts, gates, w1, w3, w2, held=range(E)):
-    """Apply every token's experts one by one in float64."""
-    out = np.zeros(x.shape)
-    for n in range(len(x)):
-        for expert, weight in zip(experts[n], gates[n], strict=True):
-            if expert in held:
-                hidden = silu(x[n] @ w1[expert]) * (x[n] @ w3[expert])
-                out[n] += weight * (hidden @ w2[expert])
-    return out
-
-
-@pytest.fixture
-def weights(rng):
-    return [rng.normal(size=shape) for shape in ((E, D, F), (E, D, F), (E, F, D))]
-
-
-def float32(*arrays):
-    return tuple(jnp.asarray(a, jnp.float32) for a in arrays)
-
-
-def draw_choices(rng, kind):
-    if kind == "even":
-        return np.stack([rng.permutation(E)[:A] for _ in range(N)])
-    if kind == "one expert":  # heavy imbalance: everything lands on expert 5
-        return np.full((N, 1), 5)
-    return np.stack([[7, 0, n % 2 + 3] for n in range(N)])  # experts 1, 2, 5, 6 get nothing
-
-
-@pytest.mark.parametrize("kind", ["even", "one expert", "some idle"])
-def test_no_token_is_dropped_however_uneven_the_load(rng, weights, kind):
-    experts = draw_choices(rng, kind)
-    x, gates = rng.normal(size=(N, D)), rng.uniform(size=experts.shape)
-
-    out = run_experts(*float32(x), jnp.asarray(experts), *float32(gates), float32(*weights))
-
-    assert out.dtype == jnp.float32
-    np.testing.assert_allclose(
-        out, loop_over_tokens(x, experts, gates, *weights), atol=FLOAT32_TOL * 10
-    )
-
-
-def test_experts_held_elsewhere_add_nothing(rng, weights):
-    experts = draw_choices(rng, "even")
-    x, gates = rng.normal(size=(N, D)), rng.uniform(size=experts.shape)
-    for first in (0, 2, 6):
-        held = range(first, first + 2)
-        local = [w[first : first + 2] for w in weights]
-        out = run_experts(
-            *float32(x), jnp.asarray(experts), *float32(gates), float32(*local), first
-        )
-        expected = loop_over_tokens(x, experts, gates, *weights, held=held)
-        np.testing.assert_allclose(out, expected, atol=FLOAT32_TOL * 10)
-
-
-@pytest.mark.parametrize(("n_tokens", "first"), [(1, 0), (2, 0), (1, 2)])
-def test_fewer_choices_than_experts_read_their_own_weights(
-    rng, weights, n_tokens, first, monkeypatch
-):
-    monkeypatch.setattr(moe, "plan_dispatch", None)  # the sorted form is not used
-    experts = draw_choices(rng, "even")[:n_tokens]
-    x, gates = rng.normal(size=(n_tokens, D)), rng.uniform(size=experts.shape)
-    local = float32(*[w[first:] for w in weights])
-    out = moe.run_experts(*float32(x), jnp.asarray(experts), *float32(gates), local, first)
-    expected = loop_over_tokens(x, experts, gates, *weights, held=range(first, E))
-    np.testing.assert_allclose(out, expected, atol=FLOAT32_TOL * 10)
-
-
-@pytest.mark.parametrize("kind", ["even", "one expert"])
-def test_gradients_equal_those_of_a_sum_over_all_experts(rng, weights, kind):
-    experts = draw_choices(rng, kind)
-    d_out = rng.normal(size=(N, D))
-
-    def loss(x, gates, weights):
-        return jnp.sum(run_experts(x, jnp.asarray(experts), gates, weights) * d_out)
-
-    def plain_loss(x, gates, weights):
-        w1, w3, w2 = weights
-        share = jnp.einsum("na,nae->ne", gates, jax.nn.one_hot(experts, E))
-        hidden = jax.nn.silu(jnp.einsum("nd,edf->nef", x, w1)) * jnp.einsum("nd,edf->nef", x, w3)
-        return jnp.einsum("ne,nef,efd,nd->", share, hidden, w2, d_out)
-
-    arguments = (
-        *float32(rng.normal(size=(N, D)), rng.uniform(size=experts.shape)),
-        float32(*weights),
-    )
-    got, expected = (jax.jit(jax.grad(f, (0, 1, 2)))(*arguments) for f in (loss, plain_loss))
-
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, atol=FLOAT32_TOL * max(10.0, np.abs(b).max()))
-
-
-@pytest.mark.parametrize("block", [4, 8])
-@pytest.mark.parametrize("first", [0, 2])
-def test_the_plan_gives_every_local_choice_its_own_row_in_its_experts_blocks(rng, block, first):
-    n_local = 4
-    experts = np.stack([rng.permutation(E)[:A] for _ in range(13)])
-
-    plan = moe.plan_dispatch(jnp.asarray(experts), n_local, first, block)
-
-    token, row, sizes = (np.asarray(a) for a in plan)
-    ends = np.cumsum(sizes)
-    local = (experts >= first) & (experts < first + n_local)
-    assert len(token) % block == 0
-    assert np.all(sizes % block == 0)
-    assert ends[-1] <= len(token)
-    assert np.all(row[~local] == len(token))
-    assert len(set(row[local])) == local.sum()
-    np.testing.assert_array_equal(token[row[local]], np.nonzero(local)[0])
-    np.testing.assert_array_equal(
-        np.searchsorted(ends, row[local], "right"), experts[local] - first
-    )
-    assert np.sum(token < 13) == local.sum()
-
-
-def test_the_rows_suffice_for_the_worst_imbalance():
-    experts = jnp.full((64, 2), 3, jnp.int32).at[:, 1].set(jnp.arange(64) % 3)
-    plan = moe.plan_dispatch(experts, 8, 0, 8)
-    assert np.all(np.asarray(plan.row) < len(plan.token))
-    assert np.sum(np.asarray(plan.token) < 64) == 128
+def feed_forward(x, w1, w3, w2):
+    gate = x @ w1
+    return (gate / (1 + np.exp(-gate)) * (x @ w3)) @ w2
 
 
 @pytest.fixture
@@ -160,8 +39,10 @@ def test_a_layer_adds_the_unscaled_shared_expert_to_the_gated_ones(rng, cfg, n_g
     )
     flat = x.reshape(18, -1)
     experts, gates = (np.asarray(a).reshape(18, -1) for a in (routing.experts, routing.gates))
-    expected = loop_over_tokens(flat, experts, gates, w1, w3, w2)
-    expected += (silu(flat @ s1) * (flat @ s3)) @ s2
+    expected = feed_forward(flat, s1, s3, s2)
+    for n, a in np.ndindex(experts.shape):
+        e = experts[n, a]
+        expected[n] += gates[n, a] * feed_forward(flat[n], w1[e], w3[e], w2[e])
     np.testing.assert_allclose(
         np.asarray(out).reshape(18, -1), expected, atol=FLOAT32_TOL * np.abs(expected).max()
     )
@@ -195,7 +76,7 @@ def test_bf16_tokens_are_summed_in_float32_and_rounded_once(rng, cfg, layer, mon
     out, routing = layer(x, documents)
 
     flat = [a.reshape(18, -1) for a in (x, routing.experts, routing.gates)]
-    routed = moe.run_experts(*flat, (layer.w1[...], layer.w3[...], layer.w2[...]))
+    routed = expert_rows.run_experts(*flat, (layer.w1[...], layer.w3[...], layer.w2[...]))
     expected = routed.reshape(x.shape) + layer.shared(x).astype(jnp.float32)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out, expected.astype(jnp.bfloat16))
@@ -204,16 +85,66 @@ def test_bf16_tokens_are_summed_in_float32_and_rounded_once(rng, cfg, layer, mon
 @pytest.mark.parametrize(("kernels", "asked"), [("reference", "reference"), ("auto", None)])
 def test_the_config_chooses_what_runs_the_experts(rng, cfg, monkeypatch, kernels, asked):
     seen = []
-    plain = moe.pallas_kernels.grouped_matmul
+    plain = expert_rows.pallas_kernels.grouped_matmul
 
     def record(*arrays, implementation, **options):
         seen.append(implementation)
         return plain(*arrays, **options)
 
-    monkeypatch.setattr(moe.pallas_kernels, "grouped_matmul", record)
+    monkeypatch.setattr(expert_rows.pallas_kernels, "grouped_matmul", record)
     layer = moe.MoE(dataclasses.replace(cfg, kernels=kernels), rngs=nnx.Rngs(0))
     layer(
         jnp.asarray(rng.normal(size=(1, 40, cfg.dim))),
         segments.from_ids(jnp.ones((1, 40), jnp.int32)),
     )
     assert seen == [asked] * 3
+
+
+def expert_axis(n):
+    shape = tuple(n if axis == "expert" else 1 for axis in sharding.AXES)
+    mesh = AbstractMesh(shape, sharding.AXES, axis_types=(AxisType.Auto,) * len(shape))
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+@pytest.mark.parametrize(
+    ("platform", "n_devices", "n_tokens", "expected"),
+    [
+        ("tpu", 16, 4096, "ragged"),
+        ("gpu", 16, 4096, "ragged"),
+        ("cpu", 16, 4096, "all_to_all"),
+        ("tpu", 2, 4096, "all_gather"),  # rows for the worst case are only twice an even load
+        ("tpu", 16, 8, "all_gather"),  # 16 * 16 * 64 rows are less than 256 blocks of 128
+    ],
+)
+def test_tokens_travel_on_long_axes_when_they_are_many(
+    monkeypatch, platform, n_devices, n_tokens, expected
+):
+    monkeypatch.setattr(moe.dispatch, "platform", lambda: platform)
+    with expert_axis(n_devices):
+        n_choices = n_tokens * 8
+        assert moe.choose_dispatch(config.v32_671b(), n_choices) == expected
+        share = 1 / n_devices if expected == "all_gather" else 1 / expert_travel.SLACK
+        assert moe.filled(config.v32_671b(), n_choices) == share
+
+
+@pytest.mark.parametrize("name", ["ragged", "all_to_all", "all_gather"])
+def test_the_config_chooses_how_tokens_travel_whatever_their_number(monkeypatch, name):
+    monkeypatch.setattr(moe.dispatch, "platform", lambda: "tpu")
+    cfg = dataclasses.replace(config.v32_671b(), expert_dispatch=name)
+    for n_devices, n_choices in ((2, 8), (16, 2**15)):
+        with expert_axis(n_devices):
+            assert moe.choose_dispatch(cfg, n_choices) == name
+
+
+def test_what_a_platform_lacks_is_an_error_where_it_is_asked_for_and_said_where_not(caplog):
+    asked = dataclasses.replace(config.v32_671b(), expert_dispatch="ragged")
+    with expert_axis(16), caplog.at_level(logging.INFO, "pallas_kernels.dispatch"):
+        with pytest.raises(NotImplementedError, match="no ragged all-to-all on a CPU"):
+            moe.choose_dispatch(asked, 2**15)
+        moe.dispatch._log_choice.cache_clear()
+        for _ in range(2):
+            moe.choose_dispatch(config.v32_671b(), 2**15)
+    said = [r.message for r in caplog.records if "expert_dispatch" in r.message]
+    assert said == [
+        "expert_dispatch runs as all_to_all (expert_dispatch: ragged: XLA has no ragged all-to-all on a CPU)"
+    ]

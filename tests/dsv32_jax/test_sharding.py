@@ -20,7 +20,7 @@ FLOAT32_TOL = 5e-5
 HERE = pathlib.Path(__file__).parent
 # Each mode once, each axis at least once; everything else is compiled in the slow run.
 CASES = [
-    ("sparse", {"expert": 2, "tensor": 2, "context": 2}),
+    ("sparse", {"expert": 2, "tensor": 2, "context": 2}, "travel", "rounds"),
     ("gathered", {"fsdp": 2, "tensor": 2, "context": 2}),
     ("warmup", {"data": 2, "context": 2}),
     ("sparse", {"fsdp": 2, "expert": 2, "tensor": 2}, "untyped"),
@@ -35,6 +35,18 @@ SLOW_CASES = [
         {"fsdp": 2, "expert": 2, "tensor": 2},
         {"data": 2, "tensor": 2, "context": 2},
         {"context": 4},
+    )
+]
+SLOW_CASES += [("sparse", {"expert": 2, "tensor": 2, "context": 2})]
+SLOW_CASES += [
+    ("sparse", sizes, "travel", *words)
+    for sizes, *words in (
+        ({"data": 2, "expert": 2, "tensor": 2}, "pieces"),
+        ({"data": 2, "expert": 2, "context": 2}, "pieces", "rounds", "untyped"),
+        ({"fsdp": 2, "expert": 2, "tensor": 2}, "rounds"),
+        ({"expert": 4, "context": 2}, "untyped"),
+        ({"expert": 4, "tensor": 2},),
+        ({"expert": 4, "fsdp": 1}, "rounds"),
     )
 ]
 

@@ -194,8 +194,12 @@ def test_what_is_turned_off_leaves_the_router_bias_and_the_mtp_module_as_they_we
         assert np.array_equal(after.parameters.weights[name], value) == still, name
 
 
-def test_the_fullest_expert_is_reported_over_the_mean_of_its_layer():
-    loads = {"a": jnp.asarray([[2.0, 4.0, 6.0], [3.0, 3.0, 3.0]]), "b": jnp.zeros((3,))}
+def test_the_fullest_expert_and_device_are_reported_over_the_mean_of_their_layer():
+    loads = {"a": jnp.asarray([[2.0, 4.0, 6.0, 0.0], [3.0, 3.0, 3.0, 3.0]]), "b": jnp.zeros((4,))}
 
-    assert float(step._max_load(loads)) == 1.5
-    assert float(step._max_load({})) == 1.0
+    assert float(step._max_load(loads, 4)) == 2.0
+    assert float(step._max_load(loads, 2)) == 1.0
+    loads["b"] = jnp.asarray([2.0, 4.0, 2.0, 0.0])  # 6 and 2 on two devices
+    assert float(step._max_load(loads, 2)) == 1.5
+    assert float(step._max_load(loads, 1)) == 1.0
+    assert float(step._max_load({}, 2)) == 1.0
