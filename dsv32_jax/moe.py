@@ -59,6 +59,24 @@ class MoE(nnx.Module):
         return out_BTD.astype(x_BTD.dtype), routing
 
 
+def why_gather(cfg: ModelConfig, n_choices: int, n_devices: int) -> str:
+    """Say why tokens are better gathered than sent, see `choose_dispatch`; "" where they are not.
+
+    Args:
+        cfg: The model.
+        n_choices: Experts that the tokens of one device chose.
+        n_devices: Of the expert axis.
+
+    Returns:
+        The reason.
+    """
+    if n_devices < MIN_DEVICES:
+        return "the expert axis is short"
+    return (
+        "few tokens at a time" if n_choices * n_devices**2 <= cfg.moe.n_experts * MAX_BLOCK else ""
+    )
+
+
 def choose_dispatch(cfg: ModelConfig, n_choices: int) -> str:
     """Return how tokens come to their experts on the context's mesh; the choice is logged once.
 
@@ -77,13 +95,11 @@ def choose_dispatch(cfg: ModelConfig, n_choices: int) -> str:
     Raises:
         NotImplementedError: If the named one cannot run here.
     """
-    asked, n_devices = cfg.expert_dispatch, sharding.axis_size("expert")
+    asked, reason = cfg.expert_dispatch, why_gather(cfg, n_choices, sharding.axis_size("expert"))
 
     def check_worth() -> None:
-        if asked == "auto" and n_devices < MIN_DEVICES:
-            raise NotImplementedError("the expert axis is short")
-        if asked == "auto" and n_choices * n_devices**2 <= cfg.moe.n_experts * MAX_BLOCK:
-            raise NotImplementedError("few tokens at a time")
+        if asked == "auto" and reason:
+            raise NotImplementedError(reason)
 
     def check_ragged() -> None:
         check_worth()

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dsv32_jax import moe, parameters, sharding
+from dsv32_jax import expert_travel, moe, parameters, sharding
 from dsv32_jax.config import ModelConfig
 from train import collectives
 from train import state as states
@@ -26,6 +26,8 @@ from train.topology import Chip
 LIVE_ROWS = 7  # arrays of a piece's rows of experts that are alive together
 # Over those rows in memory, where the main model trains, and where it only runs and runs again.
 ROW_PASSES = {True: 56, False: 16}
+# The same where tokens are sent to their experts.
+SENT_ROW_PASSES = {True: 109, False: 31}
 LOSS_PASSES = 35  # over a query's keys in float32, by the indexer's loss on kernels
 GATHER_PASSES = 22  # over a query's selected keys, on kernels, which are given them gathered
 SCORE_PASSES = 25  # over one head's scores, by the definitions
@@ -68,6 +70,8 @@ class _Work(NamedTuple):
         heads, index_heads: Of a token.
         on_kernels: Whether attention runs on kernels.
         expert: Size of the expert axis.
+        sends: Whether tokens are sent to their experts, and not gathered.
+        expert_rows: Rows allotted to them, over a microbatch's tokens.
         pieces: Parts that the experts' tokens are worked on in.
     """
 
@@ -80,6 +84,8 @@ class _Work(NamedTuple):
     index_heads: float
     on_kernels: bool
     expert: int
+    sends: bool
+    expert_rows: float
     pieces: int
 
 
@@ -152,7 +158,11 @@ def _work(cfg: RunConfig, stage: Stage, mesh: Mesh) -> _Work:
     rows = data.batch_size // microbatches // math.prod(shape[a] for a in sharding.BATCH_AXES)
     tokens = rows * data.seq_len // shape["context"]
     gathers = stage == "sparse" and data.seq_len > model.mla.masked_max_len
-    n_rows = tokens * shape["expert"] * model.moe.n_active
+    choices = tokens * model.moe.n_active
+    sends = model.expert_dispatch != "all_gather" and (
+        model.expert_dispatch != "auto" or not moe.why_gather(model, choices, shape["expert"])
+    )
+    n_rows = choices * (min(expert_travel.SLACK, shape["expert"]) if sends else shape["expert"])
     return _Work(
         rows=rows,
         tokens=tokens,
@@ -163,6 +173,8 @@ def _work(cfg: RunConfig, stage: Stage, mesh: Mesh) -> _Work:
         index_heads=model.indexer.n_heads / shape["tensor"],
         on_kernels=model.kernels != "reference",
         expert=shape["expert"],
+        sends=sends,
+        expert_rows=n_rows,
         pieces=1 << max(math.ceil(math.log2(n_rows / moe.MAX_ROWS)), 0),
     )
 
@@ -170,7 +182,7 @@ def _work(cfg: RunConfig, stage: Stage, mesh: Mesh) -> _Work:
 def _alive(model: ModelConfig, stage: Stage, work: _Work, weights: _Weights) -> float:
     """Return the bytes of saved layer inputs, and of the largest layer's own arrays, beside the gradients."""
     streams = 4.0 * work.tokens * model.dim * (model.n_layers + model.mtp)
-    n_rows = work.tokens * work.expert * model.moe.n_active / work.pieces
+    n_rows = work.expert_rows / work.pieces
     trains = stage in MAIN_TRAINS
     # In bfloat16, and the gradients in float32.
     experts = 2.0 * n_rows * model.dim * (LIVE_ROWS if trains else 2)
@@ -189,9 +201,9 @@ def _attention_bytes(model: ModelConfig, stage: Stage, work: _Work) -> float:
 
 def _traffic(model: ModelConfig, stage: Stage, work: _Work, weights: _Weights) -> float:
     """Return the bytes that a microbatch moves in device memory."""
-    n_rows = work.tokens * work.expert * model.moe.n_active
+    passes = (SENT_ROW_PASSES if work.sends else ROW_PASSES)[stage in MAIN_TRAINS]
     n_layers, n_moe = model.n_layers + model.mtp, model.n_moe_layers + model.mtp
-    total = n_moe * ROW_PASSES[stage in MAIN_TRAINS] * 2.0 * n_rows * model.dim
+    total = n_moe * passes * 2.0 * work.expert_rows * model.dim
     total += (
         WEIGHT_BYTES * weights.plain + (WEIGHT_BYTES + PIECE_BYTES * work.pieces) * weights.experts
     )
@@ -239,11 +251,19 @@ def _collectives(
     yield "all-gather", plain, 2 * 2 * weights.plain
     yield "all-gather", experts, 2 * 2 * weights.experts
     n_layers, n_moe = model.n_layers + model.mtp, model.n_moe_layers + model.mtp
-    tokens = work.tokens * work.expert * model.dim
     runs = 3 if trains else 2  # a piece of the experts' tokens runs once more
-    yield "all-gather", ("expert",), 2.0 * runs * n_moe * tokens
-    yield "reduce-scatter", ("expert",), 4.0 * runs * n_moe * tokens
+    tokens = work.tokens * model.dim * (1 if work.sends else work.expert)
     yield "all-reduce", ("tensor",), 4.0 * runs * n_moe * tokens
+    if work.sends:  # rows there and back; in the backward pass cotangents too
+        there = expert_travel.reach(model.moe, work.expert)
+        rows = runs * (there + model.moe.n_active) + (2 * there + model.moe.n_active) * trains
+        yield "ragged-all-to-all", ("expert",), 2.0 * n_moe * tokens * rows
+    else:
+        yield "all-gather", ("expert",), 2.0 * runs * n_moe * tokens
+        yield "reduce-scatter", ("expert",), 4.0 * runs * n_moe * tokens
+        if trains:
+            yield "all-gather", ("expert",), 4.0 * n_moe * tokens
+            yield "reduce-scatter", ("expert",), 2.0 * n_moe * tokens
     yield "all-reduce", ("tensor",), 2.0 * 3 * 2 * n_layers * work.tokens * model.dim
     mla = model.mla
     width = work.heads * (mla.qk_dim + mla.v_dim)
@@ -254,8 +274,6 @@ def _collectives(
     if trains:
         yield "reduce-scatter", plain, 4 * weights.plain
         yield "reduce-scatter", experts, 4 * weights.experts
-        yield "all-gather", ("expert",), 4.0 * n_moe * tokens
-        yield "reduce-scatter", ("expert",), 2.0 * n_moe * tokens
         yield "reduce-scatter", ("context",), 2.0 * n_layers * work.rows * work.seq_len * width
     once = gradients / (2 if work.microbatches > 1 else 1)
     yield "all-reduce", ("data",), once
