@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic_tpu
@@ -78,34 +77,29 @@ def _call(
     n_queries, heads, width = q.shape
     n_slots, value_width = slots.shape[2], d_out.shape[2]
 
-    def of_query(t: Any) -> tuple[Any, int, int]:
-        return t, 0, 0
-
-    row = pl.BlockSpec((1, 1, heads), of_query)
+    row = gathered.query_spec((1, heads), n_queries)
     pairs = n_queries * heads * n_slots
     results = pl.pallas_call(
         functools.partial(_kernel, scale=scale),
-        grid=(n_queries,),
+        grid=gathered.grid_of(n_queries),
         in_specs=[
             *gathered.slot_specs(n_queries, n_slots),
             pl.BlockSpec(memory_space=pl.ANY),
-            pl.BlockSpec((1, heads, width), of_query),
-            pl.BlockSpec((1, heads, value_width), of_query),
+            gathered.query_spec((heads, width), n_queries),
+            gathered.query_spec((heads, value_width), n_queries),
             row,
             row,
         ],
         out_specs=[
-            pl.BlockSpec((1, heads, width), of_query),
-            pl.BlockSpec((1, n_slots, width), of_query),
+            gathered.query_spec((heads, width), n_queries),
+            gathered.query_spec((n_slots, width), n_queries),
         ],
         out_shape=[
             jax.ShapeDtypeStruct((n_queries, heads, width), jnp.float32),
             jax.ShapeDtypeStruct((n_queries, n_slots, width), jnp.float32),
         ],
         scratch_shapes=gathered.scratch(n_slots, table.shape[1], table.dtype),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=mosaic_tpu.VMEM_LIMIT
-        ),
+        compiler_params=gathered.COMPILER_PARAMS,
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * (3 * width + 2 * value_width),
             transcendentals=pairs,

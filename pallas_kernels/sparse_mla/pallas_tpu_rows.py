@@ -23,6 +23,16 @@ HEAD_MULTIPLE = (
 )
 SLOT_MULTIPLE = 32  # rows of slots fill whole tiles of any dtype
 ISSUE_UNROLL = 8
+CORES = (
+    2  # of a v5p, which halves a parallel axis; one core of another chip takes both halves in turn
+)
+# Each step starts the next one's copies, so a core takes its queries in order. `slots_of` has bounded every copy: the
+# compiler's checks of them take three quarters of the scalar core's time for a copy.
+COMPILER_PARAMS = pltpu.CompilerParams(
+    dimension_semantics=("parallel", "arbitrary"),
+    vmem_limit_bytes=mosaic_tpu.VMEM_LIMIT,
+    disable_bounds_checks=True,
+)
 
 
 def n_tiles(dim: int) -> int:
@@ -54,15 +64,27 @@ def slots_of(topk_idx_TK: Int[Array, "T K"], n_keys: int) -> Int[Array, "T 1 P"]
     return jnp.where((idx >= 0) & (idx < n_keys), idx, spare)[:, None]
 
 
+def grid_of(n_queries: int) -> tuple[int, int]:
+    """Return how many cores' shares of queries there are, and the queries of a share; the last may be short."""
+    share = -(-n_queries // CORES)
+    return -(-n_queries // share), share
+
+
+def query_spec(
+    shape: tuple[int, ...], n_queries: int, ahead: int = 0, **memory: Any
+) -> pl.BlockSpec:
+    """Bring what a query of `grid_of`, or one ahead of it, needs; past the last query the last one again."""
+    share = grid_of(n_queries)[1]
+
+    def of_query(core: Any, t: Any) -> tuple[Any, int, int]:
+        return jnp.minimum(core * share + t + ahead, n_queries - 1), 0, 0
+
+    return pl.BlockSpec((1, *shape), of_query, **memory)
+
+
 def slot_specs(n_queries: int, n_slots: int) -> list[pl.BlockSpec]:
     """Bring a query's slots, and the next query's, to scalar memory."""
-    shape = (1, 1, n_slots)
-    return [
-        pl.BlockSpec(shape, lambda t: (t, 0, 0), memory_space=pltpu.SMEM),
-        pl.BlockSpec(
-            shape, lambda t: (jnp.minimum(t + 1, n_queries - 1), 0, 0), memory_space=pltpu.SMEM
-        ),
-    ]
+    return [query_spec((1, n_slots), n_queries, ahead, memory_space=pltpu.SMEM) for ahead in (0, 1)]
 
 
 def scratch(n_slots: int, tiles: int, dtype: Any) -> list[Any]:
@@ -75,7 +97,7 @@ def fetch(slots: Ref, next_slots: Ref, table: Ref, rows: Ref, arrived: Ref) -> A
 
     All of a query's copies are in flight at once, one query ahead of the products.
     """
-    t = pl.program_id(0)
+    t = pl.program_id(1)
     here = t % 2
 
     def start(slots: Ref, half: Any) -> None:
@@ -86,7 +108,7 @@ def fetch(slots: Ref, next_slots: Ref, table: Ref, rows: Ref, arrived: Ref) -> A
             ).start()
 
     pl.when(t == 0)(lambda: start(slots, 0))
-    pl.when(t + 1 < pl.num_programs(0))(lambda: start(next_slots, 1 - here))
+    pl.when(t + 1 < pl.num_programs(1))(lambda: start(next_slots, 1 - here))
 
     # The semaphore counts bytes: one wait of the whole half stands for all of its copies.
     pltpu.make_async_copy(rows.at[here], rows.at[here], arrived.at[here]).wait()
