@@ -1,7 +1,6 @@
 """Attention to listed keys on TPU: each query's rows are gathered by asynchronous copies. Forward."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -96,6 +95,10 @@ def forward(
     value_width = mosaic_tpu.round_up(value_dim, LANES)
 
     pairs = n_queries * heads * n_slots
+    results = (
+        jax.ShapeDtypeStruct((n_queries, heads, value_width), kv_SD.dtype),
+        jax.ShapeDtypeStruct((n_queries, 1, heads), jnp.float32),
+    )
     out, lse = pl.pallas_call(
         functools.partial(_kernel, scale=scale),
         grid=gathered.grid_of(n_queries),
@@ -108,17 +111,14 @@ def forward(
             gathered.query_spec((heads, value_width), n_queries),
             gathered.query_spec((1, heads), n_queries),
         ],
-        out_shape=[
-            jax.ShapeDtypeStruct((n_queries, heads, value_width), kv_SD.dtype),
-            jax.ShapeDtypeStruct((n_queries, 1, heads), jnp.float32),
-        ],
+        out_shape=results,
         scratch_shapes=gathered.scratch(n_slots, table.shape[1], kv_SD.dtype),
         compiler_params=gathered.COMPILER_PARAMS,
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * (width + value_width),
             transcendentals=pairs,
-            bytes_accessed=kv_SD.dtype.itemsize
-            * (n_queries * n_slots * width + math.prod(q.shape)),
+            bytes_accessed=n_queries * n_slots * width * kv_SD.dtype.itemsize
+            + mosaic_tpu.total_bytes(slots, q, *results),
         ),
         name="sparse_mla_forward",
     )(slots, slots, table, q)

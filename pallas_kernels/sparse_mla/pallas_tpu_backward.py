@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
@@ -18,7 +17,6 @@ from pallas_kernels import mosaic_tpu
 from pallas_kernels.mosaic_tpu import LANES, Ref
 from pallas_kernels.sparse_mla import pallas_tpu_rows as gathered
 
-CHUNK_BYTES = 2**28  # of the rows' gradients that wait to be added
 ROWS_OF_OUTPUT = 3  # float32 [K, D]: a block of the output twice, and sums on their way to it
 
 
@@ -104,6 +102,7 @@ def _call(
             flops=2 * pairs * (3 * width + 2 * value_width),
             transcendentals=pairs,
             bytes_accessed=n_queries * n_slots * width * (4 + table.dtype.itemsize)
+            + mosaic_tpu.total_bytes(slots, *arrays)
             + 4 * math.prod(q.shape),
         ),
         name="sparse_mla_backward",
@@ -143,7 +142,7 @@ def backward(
         NotImplementedError: As `check`.
     """
     check(q_THD, kv_SD, topk_idx_TK, scale=scale, value_dim=value_dim)
-    n_queries, n_heads, dim = q_THD.shape
+    n_heads, dim = q_THD.shape[1:]
     n_keys = kv_SD.shape[0]
     table, slots = gathered.table_of(kv_SD), gathered.slots_of(topk_idx_TK, n_keys)
     some = jnp.isfinite(lse_TH)
@@ -158,22 +157,10 @@ def backward(
         jnp.pad(d_out, ((0, 0), (0, heads), (0, columns))),
         *(jnp.pad(x, ((0, 0), (0, heads)))[:, None] for x in numbers),
     )
-    chunk = max(1, min(n_queries, CHUNK_BYTES // (4 * slots.shape[2] * width)))
-    n_chunks = -(-n_queries // chunk)
 
-    def split(x: Array) -> Array:
-        return mosaic_tpu.pad_rows(x, n_chunks * chunk).reshape(n_chunks, chunk, *x.shape[1:])
+    def call(slots: Array, arrays: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+        return _call(table, slots, arrays, scale)
 
-    # Queries of padding read spare rows only.
-    extra = n_chunks * chunk - n_queries
-    slots = jnp.pad(slots, ((0, extra), (0, 0), (0, 0)), constant_values=n_keys)
-
-    def add_chunk(d_table: Array, piece: tuple[Array, tuple]) -> tuple[Array, Array]:
-        listed, arrays = piece
-        d_q, d_rows = _call(table, listed, arrays, scale)
-        return d_table.at[listed[:, 0]].add(d_rows), d_q
-
-    zero = jnp.zeros((table.shape[0], width), jnp.float32)
-    d_table, d_q = lax.scan(add_chunk, zero, (split(slots), tuple(split(x) for x in arrays)))
-    d_q = d_q.reshape(-1, *d_q.shape[2:])[:n_queries, :n_heads, :dim]
-    return d_q.astype(q_THD.dtype), d_table[:n_keys, :dim].astype(kv_SD.dtype)
+    d_q, d_table = gathered.add_by_chunks(call, slots, arrays, (n_keys, width))
+    d_q = d_q[:, :n_heads, :dim]
+    return d_q.astype(q_THD.dtype), d_table[:, :dim].astype(kv_SD.dtype)

@@ -5,9 +5,12 @@ slot points at one of a few rows of zeros behind the keys. One more column tells
 `scale * -1e30`, so that the kernels mask nothing and no row of another key, which could be NaN, is read for them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
@@ -23,6 +26,7 @@ HEAD_MULTIPLE = (
 )
 SLOT_MULTIPLE = 32  # rows of slots fill whole tiles of any dtype
 ISSUE_UNROLL = 8
+CHUNK_BYTES = 2**28  # of the rows' gradients that wait to be added
 CORES = (
     2  # of a v5p, which halves a parallel axis; one core of another chip takes both halves in turn
 )
@@ -113,6 +117,45 @@ def fetch(slots: Ref, next_slots: Ref, table: Ref, rows: Ref, arrived: Ref) -> A
     # The semaphore counts bytes: one wait of the whole half stands for all of its copies.
     pltpu.make_async_copy(rows.at[here], rows.at[here], arrived.at[here]).wait()
     return here
+
+
+def add_by_chunks(
+    call: Callable[[Array, Any], tuple[Any, Array]],
+    slots_T1K: Int[Array, "T 1 K"],
+    arrays: Any,
+    shape: tuple[int, int],
+) -> tuple[Any, Float[Array, "S W"]]:
+    """Add what queries give to the rows that they list, a chunk of queries at a time and in their order.
+
+    Args:
+        call: Maps a chunk's (slots, arrays) to what each query keeps and float32 [chunk, K, W], a row for each slot.
+        slots_T1K: int32 rows of the table, spare ones at S and behind it.
+        arrays: Tree of what each query brings; the first axis is the query.
+        shape: S and W.
+
+    Returns:
+        (what the queries keep, float32 sums of the keys' rows).
+    """
+    n_queries, _, n_slots = slots_T1K.shape
+    n_keys, width = shape
+    chunk = max(1, min(n_queries, CHUNK_BYTES // (4 * n_slots * width)))
+    n_chunks = -(-n_queries // chunk)
+
+    def split(x: Array) -> Array:
+        return mosaic_tpu.pad_rows(x, n_chunks * chunk).reshape(n_chunks, chunk, *x.shape[1:])
+
+    # Queries of padding read spare rows only.
+    extra = n_chunks * chunk - n_queries
+    slots = jnp.pad(slots_T1K, ((0, extra), (0, 0), (0, 0)), constant_values=n_keys)
+
+    def add_chunk(sums: Array, piece: tuple[Array, Any]) -> tuple[Array, Any]:
+        listed, queries = piece
+        kept, rows = call(listed, queries)
+        return sums.at[listed[:, 0]].add(rows), kept
+
+    zero = jnp.zeros((n_keys + SPARE_ROWS, width), jnp.float32)
+    sums, kept = lax.scan(add_chunk, zero, (split(slots), jax.tree.map(split, arrays)))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:n_queries], kept), sums[:n_keys]
 
 
 def check(q_THD: Any, kv_SD: Any, topk_idx_TK: Any, scale: float, vmem_rows: int) -> None:
