@@ -23,6 +23,7 @@ def draw(rng, n_batch, n_tokens, n_pages, dim=128):
     table = jnp.asarray(rng.permutation(n_batch * n_pages).reshape(n_batch, n_pages), jnp.int32)
     end = rng.integers(0, n_pages * PAGE + 1, size=(n_batch, n_tokens)).astype(np.int32)
     end[0, 0] = 0
+    end[-1, -1] = n_pages * PAGE
     return arrays, table, jnp.asarray(end)
 
 
