@@ -156,7 +156,7 @@ def kl_rows(
             jax.ShapeDtypeStruct((n_queries, 1, n_slots), jnp.float32),
         ],
         scratch_shapes=gathered.scratch(n_slots, table.shape[1], table.dtype),
-        compiler_params=gathered.COMPILER_PARAMS,
+        compiler_params=gathered.compiler_params(),
         cost_estimate=pl.CostEstimate(
             flops=2 * n_slots * (math.prod(q.shape) + math.prod(attn_q.shape)),
             transcendentals=pairs * (heads + 2),
@@ -229,7 +229,7 @@ def gradients(
             out_specs=[gathered.query_spec(shape[1:], n_queries) for shape in shapes],
             out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
             scratch_shapes=gathered.scratch(n_slots, table.shape[1], table.dtype),
-            compiler_params=gathered.COMPILER_PARAMS,
+            compiler_params=gathered.compiler_params(),
             cost_estimate=pl.CostEstimate(
                 flops=6 * n_slots * math.prod(q.shape),
                 transcendentals=0,

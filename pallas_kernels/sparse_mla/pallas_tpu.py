@@ -113,7 +113,7 @@ def forward(
         ],
         out_shape=results,
         scratch_shapes=gathered.scratch(n_slots, table.shape[1], kv_SD.dtype),
-        compiler_params=gathered.COMPILER_PARAMS,
+        compiler_params=gathered.compiler_params(),
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * (width + value_width),
             transcendentals=pairs,

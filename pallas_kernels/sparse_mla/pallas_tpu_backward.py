@@ -97,7 +97,7 @@ def _call(
             jax.ShapeDtypeStruct((n_queries, n_slots, width), jnp.float32),
         ],
         scratch_shapes=gathered.scratch(n_slots, table.shape[1], table.dtype),
-        compiler_params=gathered.COMPILER_PARAMS,
+        compiler_params=gathered.compiler_params(),
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * (3 * width + 2 * value_width),
             transcendentals=pairs,

@@ -27,16 +27,7 @@ HEAD_MULTIPLE = (
 SLOT_MULTIPLE = 32  # rows of slots fill whole tiles of any dtype
 ISSUE_UNROLL = 8
 CHUNK_BYTES = 2**28  # of the rows' gradients that wait to be added
-CORES = (
-    2  # of a v5p, which halves a parallel axis; one core of another chip takes both halves in turn
-)
-# Each step starts the next one's copies, so a core takes its queries in order. `slots_of` has bounded every copy: the
-# compiler's checks of them take three quarters of the scalar core's time for a copy.
-COMPILER_PARAMS = pltpu.CompilerParams(
-    dimension_semantics=("parallel", "arbitrary"),
-    vmem_limit_bytes=mosaic_tpu.VMEM_LIMIT,
-    disable_bounds_checks=True,
-)
+CORES = 2  # of a v5p, which share a parallel axis; a single core takes both halves in turn
 
 
 def n_tiles(dim: int) -> int:
@@ -89,6 +80,18 @@ def query_spec(
 def slot_specs(n_queries: int, n_slots: int) -> list[pl.BlockSpec]:
     """Bring a query's slots, and the next query's, to scalar memory."""
     return [query_spec((1, n_slots), n_queries, ahead, memory_space=pltpu.SMEM) for ahead in (0, 1)]
+
+
+def compiler_params() -> pltpu.CompilerParams:
+    """Return how the kernels are compiled: shares of queries, each in order, as a step starts the next one's copies.
+
+    `slots_of` has bounded every copy; the compiler's checks would take three quarters of the time of starting one.
+    """
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "arbitrary"),
+        vmem_limit_bytes=mosaic_tpu.VMEM_LIMIT,
+        disable_bounds_checks=True,
+    )
 
 
 def scratch(n_slots: int, tiles: int, dtype: Any) -> list[Any]:
