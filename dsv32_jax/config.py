@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pallas_kernels import dispatch
+
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "full"]
 Kernels = Literal["auto", "fp8", "reference"]
@@ -78,8 +80,8 @@ class MLAConfig:
         v_dim: Per-head value dims.
         fp8_latent: Round the latent to e4m3 with power-of-two scales, as the production cache stores it.
         masked_max_len: Sparse attention over at most this many keys runs as masked dense attention in MHA
-            form; longer ones gather the selected rows in absorbed MQA form. The two are equal to rounding, and on an
-            H200 equally fast at 14,000 tokens of the released model, where the mask takes memory that grows faster.
+            form; longer ones gather the selected rows in absorbed MQA form. The two are equal to rounding. None takes
+            what suits the device and the released model, see `mla.masked_up_to`.
     """
 
     n_heads: int
@@ -89,7 +91,7 @@ class MLAConfig:
     rope_dim: int
     v_dim: int
     fp8_latent: bool = False
-    masked_max_len: int = 12288
+    masked_max_len: int | None = None
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -100,7 +102,8 @@ class MLAConfig:
             f"rope_dim={self.rope_dim} must be even and positive",
         )
         require(
-            self.masked_max_len >= 0, f"masked_max_len={self.masked_max_len} must not be negative"
+            self.masked_max_len is None or self.masked_max_len >= 0,
+            f"masked_max_len={self.masked_max_len} must not be negative",
         )
         if self.fp8_latent:
             require(
@@ -292,7 +295,9 @@ class ModelConfig:
     @property
     def selection_implementation(self) -> str | None:
         """The `implementation` argument of the ops that select keys of whole sequences."""
-        return "pallas_gpu_fp8" if self.kernels == "fp8" else self.implementation
+        if self.kernels != "fp8":
+            return self.implementation
+        return "pallas_tpu_fp8" if dispatch.platform() == "tpu" else "pallas_gpu_fp8"
 
     @property
     def softmax_scale(self) -> float:

@@ -8,9 +8,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dsv32_jax import cache, layers, rope, sharded_ops, sharding
-from dsv32_jax.config import ModelConfig
+from dsv32_jax.config import MLAConfig, ModelConfig
 from dsv32_jax.indexer import Indexer, IndexerTensors
 from dsv32_jax.segments import Segments
+from pallas_kernels import dispatch
 from pallas_kernels.fp8 import op as fp8
 
 AttentionMode = Literal["dense", "sparse", "window"]
@@ -20,6 +21,11 @@ DecodeMode = Literal[
 MAX_DECODE_TOKENS = (
     8  # new tokens a sequence up to which only the selected rows of its cache are read
 )
+# Measured on an H200, where the two forms meet at 14,000 tokens and the mask's memory grows faster.
+MASKED_MAX_LEN = 12288
+# Counted by benchmarks/tpu_roofline.py: rows are copied one by one, so that the forms of a training step meet at 32,768
+# tokens on a v5p and later on v6e and tpu7x, where a mask takes gigabytes.
+MASKED_MAX_LEN_TPU = 32768
 LATENT_NORM_EPS = 1e-6  # fixed in the reference, whatever the model's rms_norm_eps
 
 
@@ -55,6 +61,21 @@ class Latents(NamedTuple):
     q_rope: Float[Array, "B T H R"]
     latent: Float[Array, "B T C"]
     k_rope: Float[Array, "B T R"]
+
+
+def masked_up_to(cfg: MLAConfig, platform: str | None = None) -> int:
+    """Return the number of keys up to which sparse attention is masked and beyond which rows are gathered.
+
+    Args:
+        cfg: Sizes.
+        platform: "cpu", "gpu" or "tpu"; None is where computations go.
+
+    Returns:
+        `masked_max_len`, or what suits the platform.
+    """
+    if cfg.masked_max_len is not None:
+        return cfg.masked_max_len
+    return MASKED_MAX_LEN_TPU if (platform or dispatch.platform()) == "tpu" else MASKED_MAX_LEN
 
 
 class MLA(nnx.Module):
@@ -110,7 +131,7 @@ class MLA(nnx.Module):
         parts, index = self.project(x_BTD, segments.position)
         start, end = segments.start, segments.end
         kl_BT = measured = None
-        if mode == "sparse" and x_BTD.shape[1] > cfg.mla.masked_max_len:
+        if mode == "sparse" and x_BTD.shape[1] > masked_up_to(cfg.mla):
             q, kv = self.absorb(parts)
             chosen_BTK = sharded_ops.select_indices(
                 index, topk, start, end, cfg.selection_implementation
@@ -154,7 +175,7 @@ class MLA(nnx.Module):
 
         Equal to `__call__` on the whole sequence, to rounding. A few tokens a sequence read only the selected rows, in
         absorbed form; a longer piece of a prompt runs as masked attention in MHA form while its page table spans at
-        most `masked_max_len` rows.
+        most `masked_up_to` rows.
 
         Args:
             x_BTD: Layer input after its norm.
@@ -168,7 +189,7 @@ class MLA(nnx.Module):
         parts, index = self.project(x_BTD, jnp.maximum(view.position, 0))
         layer = cache.write(layer, view.rows(view.position), parts.latent, parts.k_rope, index.k)
         n_keys = view.table.shape[1] * view.page_size
-        if x_BTD.shape[1] > MAX_DECODE_TOKENS and n_keys <= self.cfg.mla.masked_max_len:
+        if x_BTD.shape[1] > MAX_DECODE_TOKENS and n_keys <= masked_up_to(self.cfg.mla):
             out = self._attend_masked(parts, index, layer, view, mode)
         else:
             out = self._attend_rows(parts, index, layer, view, mode)

@@ -1,5 +1,6 @@
 """What the TPU kernels of several ops share: tiles that ranges of keys touch, products, limits."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -86,6 +87,11 @@ def dot(
     return lax.dot_general(
         a, b, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
+
+
+def total_bytes(*arrays: Any) -> int:
+    """Return the bytes of arrays, or of what has their shapes and dtypes."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
 
 
 def check_floats(*arrays: Any) -> None:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dsv32_jax import expert_travel, moe, parameters, sharding
+from dsv32_jax import expert_travel, mla, moe, parameters, sharding
 from dsv32_jax.config import ModelConfig
 from train import collectives
 from train import state as states
@@ -157,7 +157,7 @@ def _work(cfg: RunConfig, stage: Stage, mesh: Mesh) -> _Work:
     microbatches = cfg.stage_config(stage).microbatches
     rows = data.batch_size // microbatches // math.prod(shape[a] for a in sharding.BATCH_AXES)
     tokens = rows * data.seq_len // shape["context"]
-    gathers = stage == "sparse" and data.seq_len > model.mla.masked_max_len
+    gathers = stage == "sparse" and data.seq_len > mla.masked_up_to(model.mla, "tpu")
     choices = tokens * model.moe.n_active
     sends = model.expert_dispatch != "all_gather" and (
         model.expert_dispatch != "auto" or not moe.why_gather(model, choices, shape["expert"])
@@ -192,11 +192,11 @@ def _alive(model: ModelConfig, stage: Stage, work: _Work, weights: _Weights) -> 
 
 def _attention_bytes(model: ModelConfig, stage: Stage, work: _Work) -> float:
     """Queries, keys and values of one layer, and in training their gradients, in bfloat16."""
-    mla, copies = model.mla, 3 if stage in MAIN_TRAINS else 1
+    dims, copies = model.mla, 3 if stage in MAIN_TRAINS else 1
     if work.keys < work.seq_len:  # absorbed, one key of all heads
-        return 2.0 * copies * work.tokens * work.heads * (2 * mla.kv_lora_rank + mla.rope_dim)
+        return 2.0 * copies * work.tokens * work.heads * (2 * dims.kv_lora_rank + dims.rope_dim)
     each = work.rows * work.seq_len + work.tokens
-    return 2.0 * copies * each * work.heads * (mla.qk_dim + mla.v_dim)
+    return 2.0 * copies * each * work.heads * (dims.qk_dim + dims.v_dim)
 
 
 def _traffic(model: ModelConfig, stage: Stage, work: _Work, weights: _Weights) -> float:
@@ -265,10 +265,10 @@ def _collectives(
             yield "all-gather", ("expert",), 4.0 * n_moe * tokens
             yield "reduce-scatter", ("expert",), 2.0 * n_moe * tokens
     yield "all-reduce", ("tensor",), 2.0 * 3 * 2 * n_layers * work.tokens * model.dim
-    mla = model.mla
-    width = work.heads * (mla.qk_dim + mla.v_dim)
+    dims = model.mla
+    width = work.heads * (dims.qk_dim + dims.v_dim)
     if work.keys < work.seq_len:
-        width = mla.kv_lora_rank + mla.rope_dim
+        width = dims.kv_lora_rank + dims.rope_dim
     width += model.indexer.head_dim
     yield "all-gather", ("context",), 2.0 * 2 * n_layers * work.rows * work.seq_len * width
     if trains:

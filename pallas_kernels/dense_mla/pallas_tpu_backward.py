@@ -6,7 +6,6 @@ gradients are the same bits every time.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -199,7 +198,7 @@ def _call(
         cost_estimate=pl.CostEstimate(
             flops=2 * n_heads * n_queries * n_keys * n_products,
             transcendentals=n_heads * n_queries * n_keys,
-            bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in (*arrays, *masks)),
+            bytes_accessed=mosaic_tpu.total_bytes(*arrays, *masks, *((k, v) if of_keys else (q,))),
         ),
         name="dense_mla_key_gradient" if of_keys else "dense_mla_query_gradient",
     )(*spans, *others, *bounds, *arrays, *masks)

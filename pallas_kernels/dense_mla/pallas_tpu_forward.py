@@ -5,7 +5,6 @@ of lanes, and the softmax adds whole registers instead of reducing across lanes.
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,13 +157,14 @@ def forward(
     )
     pairs = n_heads * n_queries * n_keys
     arrays = (q_HTD, k_HSD, v_HSU, *masks)
+    results = (
+        jax.ShapeDtypeStruct((n_heads, n_queries, value_dim), v_HSU.dtype),
+        jax.ShapeDtypeStruct((n_heads, 1, n_queries), jnp.float32),
+    )
     return pl.pallas_call(
         functools.partial(_kernel, scale=scale),
         grid_spec=grid_spec,
-        out_shape=(
-            jax.ShapeDtypeStruct((n_heads, n_queries, value_dim), v_HSU.dtype),
-            jax.ShapeDtypeStruct((n_heads, 1, n_queries), jnp.float32),
-        ),
+        out_shape=results,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=mosaic_tpu.VMEM_LIMIT,
@@ -172,7 +172,7 @@ def forward(
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * (dim + value_dim),
             transcendentals=pairs,
-            bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays),
+            bytes_accessed=mosaic_tpu.total_bytes(*arrays, *results),
         ),
         name="dense_mla_forward",
     )(*spans, start_1T, end_1T, *arrays)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,10 @@ from pallas_kernels.indexer_scores import reference as scores_reference
 from pallas_kernels.sparse_mla import reference as sparse_reference
 
 FOLDER = "pallas_kernels.indexer_kl."
+LISTED = {  # modules of the form over listed keys
+    "gluon_gpu": f"{FOLDER}gluon_gpu",
+    "pallas_tpu": f"{FOLDER}pallas_tpu_listed",
+}
 
 
 def indexer_kl(
@@ -146,19 +150,26 @@ def sparse_indexer_kl(
     scale = dispatch.number("sparse_indexer_kl", "scale", scale)
     attn_q_THD, kv_SD, lse_TH = jax.lax.stop_gradient((attn_q_THD, kv_SD, lse_TH))
 
-    def check() -> None:
+    def check_gpu() -> None:
         dispatch.require_hopper()
-        kernel = dispatch.load(FOLDER + "gluon_gpu")
+        kernel = dispatch.load(LISTED["gluon_gpu"])
         kernel.check(q_TJX, attn_q_THD, topk_idx_TK)
 
-    choices = {"gluon_gpu": check, "reference": None}
-    if dispatch.choose("sparse_indexer_kl", implementation, choices) == "gluon_gpu":
+    def check_tpu() -> None:
+        dispatch.require_tpu()
+        if deterministic:
+            raise NotImplementedError("is not deterministic")
+        kernel = dispatch.load(LISTED["pallas_tpu"])
+        kernel.check(q_TJX, k_SX, attn_q_THD, kv_SD, topk_idx_TK, scale=scale)
+
+    choices = {"gluon_gpu": check_gpu, "pallas_tpu": check_tpu, "reference": None}
+    name = dispatch.choose("sparse_indexer_kl", implementation, choices)
+    if name != "reference":
         w_TJ = w_TJ.astype(jnp.float32)
         others = (attn_q_THD, kv_SD, lse_TH, topk_idx_TK.astype(jnp.int32))
+        options = _ListedOptions(LISTED[name], scale, deterministic)
         return dispatch.each_sequence(
-            lambda x: _listed_kl(*x, (scale, deterministic)),
-            (q_TJX, k_SX, w_TJ, others),
-            q_TJX.ndim - 3,
+            lambda x: _listed_kl(*x, options), (q_TJX, k_SX, w_TJ, others), q_TJX.ndim - 3
         )
     widest = max(kv_SD.shape[-1], attn_q_THD.shape[-2], q_TJX.shape[-2])
     block = query_blocks.rows_per_block(topk_idx_TK.shape[-1] * widest)
@@ -214,22 +225,30 @@ def _range_kl_backward(options: tuple[float, str], residuals: tuple, d_kl: Array
 _range_kl.defvjp(_range_kl_forward, _range_kl_backward)
 
 
+class _ListedOptions(NamedTuple):
+    """What the kernels of the listed form need to know: their module, the scale, whether to be deterministic."""
+
+    module: str
+    scale: float
+    deterministic: bool
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _listed_kl(q: Array, k: Array, w: Array, others: tuple, options: tuple[float, bool]) -> Array:
-    """Run the listed form on kernels, one sequence; `options` are the scale and whether to be deterministic."""
+def _listed_kl(q: Array, k: Array, w: Array, others: tuple, options: _ListedOptions) -> Array:
+    """Run the listed form on kernels, one sequence; `others` are constants of the loss."""
     return _listed_kl_forward(q, k, w, others, options)[0]
 
 
 def _listed_kl_forward(
-    q: Array, k: Array, w: Array, others: tuple, options: tuple[float, bool]
+    q: Array, k: Array, w: Array, others: tuple, options: _ListedOptions
 ) -> tuple[Array, Any]:
-    gpu = dispatch.load(FOLDER + "gluon_gpu")
-    return gpu.kl_rows(q, k, w, *others, scale=options[0])
+    return dispatch.load(options.module).kl_rows(q, k, w, *others, scale=options.scale)
 
 
-def _listed_kl_backward(options: tuple[float, bool], residuals: Any, d_kl: Array) -> tuple:
-    gpu = dispatch.load(FOLDER + "gluon_gpu")
-    return *gpu.gradients(residuals, d_kl, deterministic=options[1]), None
+def _listed_kl_backward(options: _ListedOptions, residuals: Any, d_kl: Array) -> tuple:
+    kernel = dispatch.load(options.module)
+    keywords = {"deterministic": True} if options.deterministic else {}
+    return *kernel.gradients(residuals, d_kl, **keywords), None
 
 
 _listed_kl.defvjp(_listed_kl_forward, _listed_kl_backward)

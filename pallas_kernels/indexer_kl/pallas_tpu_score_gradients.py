@@ -125,7 +125,7 @@ def _call(
         cost_estimate=pl.CostEstimate(
             flops=4 * n_heads * n_queries * n_keys * dim,
             transcendentals=0,
-            bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays),
+            bytes_accessed=mosaic_tpu.total_bytes(*arrays) + 4 * sum(map(math.prod, shapes)),
         ),
         name="indexer_key_gradient" if of_keys else "indexer_query_gradient",
     )(*spans, *arrays)
@@ -140,7 +140,7 @@ def _gradients(
     n_keys = k.shape[0]
     block_k = min(MAX_BLOCK_K, scoring.keys_per_block(n_keys))
     sizes = mosaic_tpu.round_up(n_queries, BLOCK_Q), mosaic_tpu.round_up(n_keys, block_k)
-    padded_q, padded_k, padded_w = scoring.lay_out(q, k, w, *sizes)
+    padded_q, padded_k, padded_w, _ = scoring.lay_out(q, k, w, *sizes)
     extra = sizes[0] - n_queries, sizes[1] - n_keys
     arrays = (
         jnp.swapaxes(padded_q, 0, 1),

@@ -109,7 +109,7 @@ def attention_target(
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * dim,
             transcendentals=pairs,
-            bytes_accessed=4 * math.prod(sizes) + sum(x.nbytes for x in (q, k)),
+            bytes_accessed=4 * math.prod(sizes) + mosaic_tpu.total_bytes(q, k),
         ),
         name="attention_target",
     )(*spans, q, k, mosaic_tpu.pad_rows(lse_TH, sizes[0]).T[:, None])

@@ -12,6 +12,7 @@ from pallas_kernels.indexer_scores import reference
 
 FP8 = "pallas_gpu_fp8"
 TPU = "pallas_tpu"
+TPU_FP8 = "pallas_tpu_fp8"
 FOLDER = "pallas_kernels.indexer_scores."
 
 
@@ -20,7 +21,8 @@ def backends(
 ) -> dict[str, Callable[[], None] | None]:
     """Return the implementations and their checks, best first.
 
-    FP8 products run only where they are named: Hopper's tensor cores add them with fewer bits than selection needs.
+    FP8 products run only where they are named: Hopper's tensor cores add them with fewer bits than selection needs, and
+    nobody has seen what a TPU's do.
     """
 
     def check(fp8: bool) -> None:
@@ -31,15 +33,19 @@ def backends(
         dispatch.require_tpu()
         dispatch.load(FOLDER + TPU).check(q_TJX, k_SX)
 
-    named = {FP8: functools.partial(check, True)} if implementation == FP8 else {}
+    named: dict[str, Callable[[], None]] = {
+        FP8: functools.partial(check, True),
+        TPU_FP8: check_tpu,
+    }
+    asked = {name: named[name] for name in named if name == implementation}
     gpu = functools.partial(check, False)
-    return {**named, "pallas_gpu": gpu, TPU: check_tpu, "reference": None}
+    return {**asked, "pallas_gpu": gpu, TPU: check_tpu, "reference": None}
 
 
 def kernel_of(name: str) -> Callable[..., Array]:
     """Return the scoring function of an implementation that is not the reference."""
-    if name == TPU:
-        return dispatch.load(FOLDER + TPU).scores
+    if name in (TPU, TPU_FP8):
+        return functools.partial(dispatch.load(FOLDER + TPU).scores, fp8=name == TPU_FP8)
     return functools.partial(dispatch.load(FOLDER + "pallas_gpu").scores, fp8=name == FP8)
 
 
@@ -65,8 +71,8 @@ def indexer_scores(
         start: int32, first valid key of each query, in [0, S].
         end: int32, one past the last valid key, in [0, S]; `end <= start` is an empty row.
         causal: Promise that `end[t] <= t + 1` and T == S; later keys are then never computed.
-        implementation: None picks the best; "pallas_gpu_fp8", never picked, multiplies e4m3 operands, one scale a
-            row: scores then differ in their fourth digit.
+        implementation: None picks the best; "pallas_gpu_fp8" and "pallas_tpu_fp8", never picked, multiply e4m3
+            operands, one scale a row: on a GPU scores then differ in their fourth digit.
 
     Returns:
         float32 scores. A NaN input gives NaN where it is used.
@@ -115,7 +121,7 @@ def _on_kernels_backward(name: str, residuals: tuple, d_scores: Array) -> tuple:
     place_S = jnp.arange(k.shape[-2], dtype=jnp.int32)
     inside = (start[..., None] <= place_S) & (place_S < end[..., None])
     # The products of a gradient are never in FP8.
-    backend = TPU if name == TPU else "pallas_gpu"
+    backend = TPU if name in (TPU, TPU_FP8) else "pallas_gpu"
     kernel = dispatch.load(f"pallas_kernels.indexer_kl.{backend}_score_gradients")
     dq, dk, dw = kernel.score_gradients(q, k, w, jnp.where(inside, d_scores, 0.0), start, end)
     return dq.astype(q.dtype), dk.astype(k.dtype), dw.astype(w.dtype), None, None

@@ -10,6 +10,7 @@ from pallas_kernels.paged_indexer import reference
 from pallas_kernels.topk_select.op import indexer_topk
 
 GLUON = "pallas_kernels.paged_indexer.gluon_gpu"
+TPU = "pallas_kernels.paged_indexer.pallas_tpu"
 MAX_SCORES = 2**29  # held at a time on a GPU: 2 GiB
 
 
@@ -39,7 +40,8 @@ def paged_indexer_topk(
         page_size: Rows of a page.
         end: int32, one past the last visible position of each query; 0 selects nothing.
         k_scale_NG: float32, one power of two per block of X / G dims; None for unquantised keys.
-        implementation: None picks the best; "pallas_tpu" reads whole pages through XLA and selects as `indexer_topk`.
+        implementation: None picks the best; "pallas_tpu_gathered" joins a sequence's pages by XLA and selects as
+            `indexer_topk` on TPU, for what "pallas_tpu" does not take.
 
     Returns:
         int32 positions in ascending order, then -1.
@@ -61,12 +63,23 @@ def paged_indexer_topk(
 
     def check_tpu() -> None:
         dispatch.require_tpu()
+        if k_scale_NG is not None:
+            raise NotImplementedError("takes no quantised keys")
+        dispatch.load(TPU).check(q_TJX, k_NX, n_keys, k=k, page_size=page_size)
+
+    def check_tpu_gathered() -> None:
+        dispatch.require_tpu()
         dtype = k_NX.dtype if k_scale_NG is None else q_TJX.dtype
         keys = jax.ShapeDtypeStruct((n_keys, k_NX.shape[1]), dtype)
         dispatch.load("pallas_kernels.indexer_scores.pallas_tpu").check(q_TJX, keys)
         dispatch.load("pallas_kernels.topk_select.pallas_tpu").check(n_keys, k)
 
-    choices = {"gluon_gpu": check, "pallas_tpu": check_tpu, "reference": None}
+    choices = {
+        "gluon_gpu": check,
+        "pallas_tpu": check_tpu,
+        "pallas_tpu_gathered": check_tpu_gathered,
+        "reference": None,
+    }
     name = dispatch.choose("paged_indexer_topk", implementation, choices)
     if name == "gluon_gpu":
         kernel = dispatch.load(GLUON)
@@ -85,11 +98,15 @@ def paged_indexer_topk(
             for t in range(0, q_TJX.shape[1], step)
         ]
         return jnp.concatenate(parts, axis=1)
+    if name == "pallas_tpu":
+        kernel = dispatch.load(TPU)
+        options = {"k": k, "page_size": page_size, "end": end}
+        return kernel.paged_indexer_topk(q_TJX, k_NX, w_TJ, table_BP, **options)
     last_B = jnp.max(end, axis=1)
     keys_BSX = reference.read_pages(k_NX, table_BP, page_size, last_B)
     if k_scale_NG is not None:
         scale_BSG = reference.read_pages(k_scale_NG, table_BP, page_size, last_B)
         keys_BSX = fp8.dequantize(keys_BSX, scale_BSG).astype(q_TJX.dtype)
     start = jnp.zeros_like(end)
-    selection = implementation if name == "reference" else name
+    selection = implementation if name == "reference" else "pallas_tpu"
     return indexer_topk(q_TJX, keys_BSX, w_TJ, k=k, start=start, end=end, implementation=selection)

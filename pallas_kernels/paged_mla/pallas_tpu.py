@@ -5,7 +5,6 @@ copy of one row is not possible from the cache as it lies: two rows share each w
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -55,6 +54,10 @@ def _attend(q: Array, rows_TKW: Array, value_dim: int, scale: float) -> tuple[Ar
         return t, 0, 0
 
     pairs = n_queries * heads * n_slots
+    results = (
+        jax.ShapeDtypeStruct((n_queries, heads, value_width), rows_TKW.dtype),
+        jax.ShapeDtypeStruct((n_queries, 1, heads), jnp.float32),
+    )
     out, lse = pl.pallas_call(
         functools.partial(_kernel, scale=scale),
         grid=(n_queries,),
@@ -66,17 +69,14 @@ def _attend(q: Array, rows_TKW: Array, value_dim: int, scale: float) -> tuple[Ar
             pl.BlockSpec((1, heads, value_width), of_query),
             pl.BlockSpec((1, 1, heads), of_query),
         ],
-        out_shape=[
-            jax.ShapeDtypeStruct((n_queries, heads, value_width), rows_TKW.dtype),
-            jax.ShapeDtypeStruct((n_queries, 1, heads), jnp.float32),
-        ],
+        out_shape=results,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=mosaic_tpu.VMEM_LIMIT
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * (width + value_width),
             transcendentals=pairs,
-            bytes_accessed=rows_TKW.dtype.itemsize * math.prod(rows_TKW.shape),
+            bytes_accessed=mosaic_tpu.total_bytes(rows_TKW, q, *results),
         ),
         name="paged_mla",
     )(rows_TKW, q)

@@ -1,13 +1,11 @@
 """Attention to listed keys on TPU: each query's rows are gathered by asynchronous copies. Forward."""
 
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic_tpu
@@ -96,37 +94,31 @@ def forward(
     n_slots, heads, width = slots.shape[2], q.shape[1], q.shape[2]
     value_width = mosaic_tpu.round_up(value_dim, LANES)
 
-    def of_query(t: Any) -> tuple[Any, int, int]:
-        return t, 0, 0
-
     pairs = n_queries * heads * n_slots
+    results = (
+        jax.ShapeDtypeStruct((n_queries, heads, value_width), kv_SD.dtype),
+        jax.ShapeDtypeStruct((n_queries, 1, heads), jnp.float32),
+    )
     out, lse = pl.pallas_call(
         functools.partial(_kernel, scale=scale),
-        grid=(n_queries,),
+        grid=gathered.grid_of(n_queries),
         in_specs=[
             *gathered.slot_specs(n_queries, n_slots),
             pl.BlockSpec(memory_space=pl.ANY),
-            pl.BlockSpec((1, heads, width), of_query),
+            gathered.query_spec((heads, width), n_queries),
         ],
         out_specs=[
-            pl.BlockSpec((1, heads, value_width), of_query),
-            pl.BlockSpec((1, 1, heads), of_query),
+            gathered.query_spec((heads, value_width), n_queries),
+            gathered.query_spec((1, heads), n_queries),
         ],
-        out_shape=[
-            jax.ShapeDtypeStruct((n_queries, heads, value_width), kv_SD.dtype),
-            jax.ShapeDtypeStruct((n_queries, 1, heads), jnp.float32),
-        ],
+        out_shape=results,
         scratch_shapes=gathered.scratch(n_slots, table.shape[1], kv_SD.dtype),
-        compiler_params=pltpu.CompilerParams(
-            # Each step starts the next one's copies, so one core takes them in order.
-            dimension_semantics=("arbitrary",),
-            vmem_limit_bytes=mosaic_tpu.VMEM_LIMIT,
-        ),
+        compiler_params=gathered.compiler_params(),
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * (width + value_width),
             transcendentals=pairs,
-            bytes_accessed=kv_SD.dtype.itemsize
-            * (n_queries * n_slots * width + math.prod(q.shape)),
+            bytes_accessed=n_queries * n_slots * width * kv_SD.dtype.itemsize
+            + mosaic_tpu.total_bytes(slots, q, *results),
         ),
         name="sparse_mla_forward",
     )(slots, slots, table, q)

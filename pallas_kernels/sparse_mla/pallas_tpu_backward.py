@@ -10,16 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic_tpu
 from pallas_kernels.mosaic_tpu import LANES, Ref
 from pallas_kernels.sparse_mla import pallas_tpu_rows as gathered
 
-CHUNK_BYTES = 2**28  # of the rows' gradients that wait to be added
 ROWS_OF_OUTPUT = 3  # float32 [K, D]: a block of the output twice, and sums on their way to it
 
 
@@ -78,38 +75,34 @@ def _call(
     n_queries, heads, width = q.shape
     n_slots, value_width = slots.shape[2], d_out.shape[2]
 
-    def of_query(t: Any) -> tuple[Any, int, int]:
-        return t, 0, 0
-
-    row = pl.BlockSpec((1, 1, heads), of_query)
+    row = gathered.query_spec((1, heads), n_queries)
     pairs = n_queries * heads * n_slots
     results = pl.pallas_call(
         functools.partial(_kernel, scale=scale),
-        grid=(n_queries,),
+        grid=gathered.grid_of(n_queries),
         in_specs=[
             *gathered.slot_specs(n_queries, n_slots),
             pl.BlockSpec(memory_space=pl.ANY),
-            pl.BlockSpec((1, heads, width), of_query),
-            pl.BlockSpec((1, heads, value_width), of_query),
+            gathered.query_spec((heads, width), n_queries),
+            gathered.query_spec((heads, value_width), n_queries),
             row,
             row,
         ],
         out_specs=[
-            pl.BlockSpec((1, heads, width), of_query),
-            pl.BlockSpec((1, n_slots, width), of_query),
+            gathered.query_spec((heads, width), n_queries),
+            gathered.query_spec((n_slots, width), n_queries),
         ],
         out_shape=[
             jax.ShapeDtypeStruct((n_queries, heads, width), jnp.float32),
             jax.ShapeDtypeStruct((n_queries, n_slots, width), jnp.float32),
         ],
         scratch_shapes=gathered.scratch(n_slots, table.shape[1], table.dtype),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=mosaic_tpu.VMEM_LIMIT
-        ),
+        compiler_params=gathered.compiler_params(),
         cost_estimate=pl.CostEstimate(
             flops=2 * pairs * (3 * width + 2 * value_width),
             transcendentals=pairs,
             bytes_accessed=n_queries * n_slots * width * (4 + table.dtype.itemsize)
+            + mosaic_tpu.total_bytes(slots, *arrays)
             + 4 * math.prod(q.shape),
         ),
         name="sparse_mla_backward",
@@ -149,7 +142,7 @@ def backward(
         NotImplementedError: As `check`.
     """
     check(q_THD, kv_SD, topk_idx_TK, scale=scale, value_dim=value_dim)
-    n_queries, n_heads, dim = q_THD.shape
+    n_heads, dim = q_THD.shape[1:]
     n_keys = kv_SD.shape[0]
     table, slots = gathered.table_of(kv_SD), gathered.slots_of(topk_idx_TK, n_keys)
     some = jnp.isfinite(lse_TH)
@@ -164,22 +157,10 @@ def backward(
         jnp.pad(d_out, ((0, 0), (0, heads), (0, columns))),
         *(jnp.pad(x, ((0, 0), (0, heads)))[:, None] for x in numbers),
     )
-    chunk = max(1, min(n_queries, CHUNK_BYTES // (4 * slots.shape[2] * width)))
-    n_chunks = -(-n_queries // chunk)
 
-    def split(x: Array) -> Array:
-        return mosaic_tpu.pad_rows(x, n_chunks * chunk).reshape(n_chunks, chunk, *x.shape[1:])
+    def call(slots: Array, arrays: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+        return _call(table, slots, arrays, scale)
 
-    # Queries of padding read spare rows only.
-    extra = n_chunks * chunk - n_queries
-    slots = jnp.pad(slots, ((0, extra), (0, 0), (0, 0)), constant_values=n_keys)
-
-    def add_chunk(d_table: Array, piece: tuple[Array, tuple]) -> tuple[Array, Array]:
-        listed, arrays = piece
-        d_q, d_rows = _call(table, listed, arrays, scale)
-        return d_table.at[listed[:, 0]].add(d_rows), d_q
-
-    zero = jnp.zeros((table.shape[0], width), jnp.float32)
-    d_table, d_q = lax.scan(add_chunk, zero, (split(slots), tuple(split(x) for x in arrays)))
-    d_q = d_q.reshape(-1, *d_q.shape[2:])[:n_queries, :n_heads, :dim]
-    return d_q.astype(q_THD.dtype), d_table[:n_keys, :dim].astype(kv_SD.dtype)
+    d_q, d_table = gathered.add_by_chunks(call, slots, arrays, (n_keys, width))
+    d_q = d_q[:, :n_heads, :dim]
+    return d_q.astype(q_THD.dtype), d_table[:, :dim].astype(kv_SD.dtype)

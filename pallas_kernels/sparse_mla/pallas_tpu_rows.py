@@ -5,9 +5,12 @@ slot points at one of a few rows of zeros behind the keys. One more column tells
 `scale * -1e30`, so that the kernels mask nothing and no row of another key, which could be NaN, is read for them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
@@ -23,6 +26,8 @@ HEAD_MULTIPLE = (
 )
 SLOT_MULTIPLE = 32  # rows of slots fill whole tiles of any dtype
 ISSUE_UNROLL = 8
+CHUNK_BYTES = 2**28  # of the rows' gradients that wait to be added
+CORES = 2  # of a v5p, which share a parallel axis; a single core takes both halves in turn
 
 
 def n_tiles(dim: int) -> int:
@@ -54,15 +59,39 @@ def slots_of(topk_idx_TK: Int[Array, "T K"], n_keys: int) -> Int[Array, "T 1 P"]
     return jnp.where((idx >= 0) & (idx < n_keys), idx, spare)[:, None]
 
 
+def grid_of(n_queries: int) -> tuple[int, int]:
+    """Return how many cores' shares of queries there are, and the queries of a share; the last may be short."""
+    share = -(-n_queries // CORES)
+    return -(-n_queries // share), share
+
+
+def query_spec(
+    shape: tuple[int, ...], n_queries: int, ahead: int = 0, **memory: Any
+) -> pl.BlockSpec:
+    """Bring what a query of `grid_of`, or one ahead of it, needs; past the last query the last one again."""
+    share = grid_of(n_queries)[1]
+
+    def of_query(core: Any, t: Any) -> tuple[Any, int, int]:
+        return jnp.minimum(core * share + t + ahead, n_queries - 1), 0, 0
+
+    return pl.BlockSpec((1, *shape), of_query, **memory)
+
+
 def slot_specs(n_queries: int, n_slots: int) -> list[pl.BlockSpec]:
     """Bring a query's slots, and the next query's, to scalar memory."""
-    shape = (1, 1, n_slots)
-    return [
-        pl.BlockSpec(shape, lambda t: (t, 0, 0), memory_space=pltpu.SMEM),
-        pl.BlockSpec(
-            shape, lambda t: (jnp.minimum(t + 1, n_queries - 1), 0, 0), memory_space=pltpu.SMEM
-        ),
-    ]
+    return [query_spec((1, n_slots), n_queries, ahead, memory_space=pltpu.SMEM) for ahead in (0, 1)]
+
+
+def compiler_params() -> pltpu.CompilerParams:
+    """Return how the kernels are compiled: shares of queries, each in order, as a step starts the next one's copies.
+
+    `slots_of` has bounded every copy; the compiler's checks would take three quarters of the time of starting one.
+    """
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "arbitrary"),
+        vmem_limit_bytes=mosaic_tpu.VMEM_LIMIT,
+        disable_bounds_checks=True,
+    )
 
 
 def scratch(n_slots: int, tiles: int, dtype: Any) -> list[Any]:
@@ -75,7 +104,7 @@ def fetch(slots: Ref, next_slots: Ref, table: Ref, rows: Ref, arrived: Ref) -> A
 
     All of a query's copies are in flight at once, one query ahead of the products.
     """
-    t = pl.program_id(0)
+    t = pl.program_id(1)
     here = t % 2
 
     def start(slots: Ref, half: Any) -> None:
@@ -86,11 +115,50 @@ def fetch(slots: Ref, next_slots: Ref, table: Ref, rows: Ref, arrived: Ref) -> A
             ).start()
 
     pl.when(t == 0)(lambda: start(slots, 0))
-    pl.when(t + 1 < pl.num_programs(0))(lambda: start(next_slots, 1 - here))
+    pl.when(t + 1 < pl.num_programs(1))(lambda: start(next_slots, 1 - here))
 
     # The semaphore counts bytes: one wait of the whole half stands for all of its copies.
     pltpu.make_async_copy(rows.at[here], rows.at[here], arrived.at[here]).wait()
     return here
+
+
+def add_by_chunks(
+    call: Callable[[Array, Any], tuple[Any, Array]],
+    slots_T1K: Int[Array, "T 1 K"],
+    arrays: Any,
+    shape: tuple[int, int],
+) -> tuple[Any, Float[Array, "S W"]]:
+    """Add what queries give to the rows that they list, a chunk of queries at a time and in their order.
+
+    Args:
+        call: Maps a chunk's (slots, arrays) to what each query keeps and float32 [chunk, K, W], a row for each slot.
+        slots_T1K: int32 rows of the table, spare ones at S and behind it.
+        arrays: Tree of what each query brings; the first axis is the query.
+        shape: S and W.
+
+    Returns:
+        (what the queries keep, float32 sums of the keys' rows).
+    """
+    n_queries, _, n_slots = slots_T1K.shape
+    n_keys, width = shape
+    chunk = max(1, min(n_queries, CHUNK_BYTES // (4 * n_slots * width)))
+    n_chunks = -(-n_queries // chunk)
+
+    def split(x: Array) -> Array:
+        return mosaic_tpu.pad_rows(x, n_chunks * chunk).reshape(n_chunks, chunk, *x.shape[1:])
+
+    # Queries of padding read spare rows only.
+    extra = n_chunks * chunk - n_queries
+    slots = jnp.pad(slots_T1K, ((0, extra), (0, 0), (0, 0)), constant_values=n_keys)
+
+    def add_chunk(sums: Array, piece: tuple[Array, Any]) -> tuple[Array, Any]:
+        listed, queries = piece
+        kept, rows = call(listed, queries)
+        return sums.at[listed[:, 0]].add(rows), kept
+
+    zero = jnp.zeros((n_keys + SPARE_ROWS, width), jnp.float32)
+    sums, kept = lax.scan(add_chunk, zero, (split(slots), jax.tree.map(split, arrays)))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:n_queries], kept), sums[:n_keys]
 
 
 def check(q_THD: Any, kv_SD: Any, topk_idx_TK: Any, scale: float, vmem_rows: int) -> None:

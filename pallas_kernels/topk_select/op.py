@@ -181,9 +181,9 @@ def _selected(
 
 def _check_select(shape: tuple[int, ...], k: int, name: str) -> None:
     """Raise NotImplementedError if a kernel cannot select from scores of this shape."""
-    if name == "pallas_tpu":
+    if name in (scores_op.TPU, scores_op.TPU_FP8):
         dispatch.require_tpu()
-        dispatch.load(FOLDER + name).check(shape[1], k)
+        dispatch.load(FOLDER + scores_op.TPU).check(shape[1], k)
         return
     dispatch.require_hopper()
     kernel = dispatch.load(FOLDER + "pallas_gpu")
@@ -206,8 +206,9 @@ def _choose_fused(op: str, q_TJX: Array, k_SX: Array, k: int, implementation: st
 
 def _fused(form: str, arrays: tuple[Array, ...], k: int, n_batch_axes: int, name: str) -> Array:
     """Run a fused form, "indexer_topk" or "indexer_topk_mask", on one sequence after the other."""
-    if name == "pallas_tpu":
-        select = getattr(dispatch.load(FOLDER + name), form)
+    if name in (scores_op.TPU, scores_op.TPU_FP8):
+        select = getattr(dispatch.load(FOLDER + scores_op.TPU), form)
+        select = functools.partial(select, fp8=name == scores_op.TPU_FP8)
     else:
         fused = dispatch.load(FOLDER + "fused_gpu")
         select = functools.partial(getattr(fused, form), scores=scores_op.kernel_of(name))

@@ -60,24 +60,26 @@ def _kernel(
             inside = scoring.in_range(column, start[...], end[...], block)
             keys[:, pl.ds(column, block)] = search.sortable(inputs[0][...], inside)
         else:
-            _score_tile(keys, (start, end), inputs, column)
+            score_tile(keys, (start, end), inputs, column)
 
     @pl.when(j == pl.num_programs(1) - 1)
     def select() -> None:
-        finish = _write_mask if form == "mask" else _write_list
+        finish = _write_mask if form == "mask" else write_list
         finish(out, keys, (first[i], last[i]), block, k)
 
 
-def _score_tile(keys: Ref, bounds: tuple[Ref, Ref], inputs: list[Ref], column: Any) -> None:
+def score_tile(keys: Ref, bounds: tuple[Ref, Ref], inputs: list[Ref], column: Any) -> None:
     """Score a tile of keys for all rows, a few at a time."""
-    q, k, w = inputs
+    q, k, w, *key_scale = inputs
     start, end = bounds
     block = k.shape[0]
 
     @pl.loop(0, q.shape[0] // scoring.GROUP)
     def score_rows(g: Any) -> None:
         rows = pl.ds(pl.multiple_of(g * scoring.GROUP, scoring.GROUP), scoring.GROUP)
-        scores = scoring.score_group(q[rows], k[...], w[rows, :])
+        scores = scoring.score_group(
+            q[rows], k[...], w[rows, :], key_scale[0][...] if key_scale else None
+        )
         inside = scoring.in_range(column, start[rows, :], end[rows, :], block)
         keys[rows, pl.ds(column, block)] = search.sortable(scores, inside)
 
@@ -93,7 +95,7 @@ def _write_mask(out: Ref, keys: Ref, tiles: tuple[Any, Any], block: int, k: int)
     search.choose(keys, tiles, block, k, emit)
 
 
-def _write_list(out: Ref, keys: Ref, tiles: tuple[Any, Any], block: int, k: int) -> None:
+def write_list(out: Ref, keys: Ref, tiles: tuple[Any, Any], block: int, k: int) -> None:
     """Write the chosen keys' indices in ascending order, then -1."""
     base, n_columns = tiles[0] * block, (tiles[1] - tiles[0]) * block
     lane = jax.lax.broadcasted_iota(jnp.int32, (keys.shape[0], LANES), 1)
@@ -191,30 +193,38 @@ def topk_select(
 
 
 def _fused(
-    q_TJX: Array, k_SX: Array, w_TJ: Array, bounds: tuple[Array, Array], k: int, form: Form
+    arrays: tuple[Array, Array, Array],
+    bounds: tuple[Array, Array],
+    k: int,
+    form: Form,
+    fp8: bool,
 ) -> Array:
     """Score and select; padded rows and columns are still there."""
-    n_rows, n_keys = q_TJX.shape[0], k_SX.shape[0]
+    n_rows, n_keys = arrays[0].shape[0], arrays[1].shape[0]
     check(n_keys, k)
-    scoring.check(q_TJX, k_SX)
+    scoring.check(*arrays[:2])
     sizes = _sizes(n_rows, n_keys, form)
-    inputs = scoring.lay_out(q_TJX, k_SX, w_TJ, *sizes)
-    n_heads, dim = inputs[0].shape[1:]
+    operands = scoring.lay_out(*arrays, *sizes, fp8=fp8)
+    n_heads, dim = operands.q.shape[1:]
 
     def specs(rows: int, block: int) -> list[pl.BlockSpec]:
         def of_tile(i: Any, j: Any, first: Ref, last: Ref) -> tuple:
             return mosaic_tpu.block_of_step(first, last, i, j), 0
 
+        def of_scale(*place: Any) -> tuple:
+            return of_tile(*place)[::-1]
+
         return [
             pl.BlockSpec((rows, n_heads, dim), lambda i, j, first, last: (i, 0, 0)),
             pl.BlockSpec((block, dim), of_tile),
             pl.BlockSpec((rows, n_heads), _of_query),
+            *([] if operands.key_scale is None else [pl.BlockSpec((1, block), of_scale)]),
         ]
 
     clipped = scoring.bounds_of(*bounds, n_keys, sizes[0])
     written = sizes[0] * (sizes[1] if form == "mask" else 4 * k)
-    cost = scoring.cost(*inputs[:2], written)
-    return _call(inputs, specs, clipped, sizes, k, form, cost)
+    cost = scoring.cost(operands, written)
+    return _call(operands.arrays, specs, clipped, sizes, k, form, cost)
 
 
 def indexer_topk(
@@ -225,6 +235,7 @@ def indexer_topk(
     k: int,
     start: Int[Array, " T"],
     end: Int[Array, " T"],
+    fp8: bool = False,
 ) -> Int[Array, "T K"]:
     """Select the k best keys of each query by indexer score, exactly by the scores of `pallas_tpu.scores`.
 
@@ -235,6 +246,7 @@ def indexer_topk(
         k: Slots of each row.
         start: int32, first valid key of each query.
         end: int32, one past the last valid key.
+        fp8: Score by e4m3 values, see `indexer_scores.pallas_tpu.lay_out`.
 
     Returns:
         int32 key indices in ascending order, then -1.
@@ -242,7 +254,7 @@ def indexer_topk(
     Raises:
         NotImplementedError: As `check` and `indexer_scores.pallas_tpu.check`.
     """
-    return _fused(q_TJX, k_SX, w_TJ, (start, end), k, "list")[: q_TJX.shape[0], :k]
+    return _fused((q_TJX, k_SX, w_TJ), (start, end), k, "list", fp8)[: q_TJX.shape[0], :k]
 
 
 def indexer_topk_mask(
@@ -253,7 +265,8 @@ def indexer_topk_mask(
     k: int,
     start: Int[Array, " T"],
     end: Int[Array, " T"],
+    fp8: bool = False,
 ) -> Bool[Array, "T S"]:
     """Mark the keys that `indexer_topk` lists; takes the same arguments and raises the same errors."""
-    mask = _fused(q_TJX, k_SX, w_TJ, (start, end), k, "mask")
+    mask = _fused((q_TJX, k_SX, w_TJ), (start, end), k, "mask", fp8)
     return mask[: q_TJX.shape[0], : k_SX.shape[0]] != 0

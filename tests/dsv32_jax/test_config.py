@@ -147,3 +147,12 @@ def test_fp8_kernels_need_an_indexer_that_rounds():
     assert dataclasses.replace(rounding, kernels="fp8").implementation is None
     with pytest.raises(ValueError, match=r"kernels=fp8 needs indexer\.fp8=true"):
         dataclasses.replace(cfg, kernels="fp8")
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_fp8_kernels_are_the_devices(monkeypatch, platform):
+    monkeypatch.setattr(config.dispatch, "platform", lambda: platform)
+    cfg = config.PRESETS["cpu_1m"]()
+    rounding = dataclasses.replace(cfg, indexer=dataclasses.replace(cfg.indexer, fp8=True))
+    fast = dataclasses.replace(rounding, kernels="fp8")
+    assert fast.selection_implementation == f"pallas_{platform}_fp8"

@@ -151,6 +151,17 @@ def test_masked_max_len_is_the_longest_masked_row(module, sized, x, monkeypatch)
     assert gathered_rows == [N]
 
 
+@pytest.mark.parametrize(
+    ("platform", "given", "expected"),
+    [("gpu", None, 12288), ("cpu", None, 12288), ("tpu", None, 32768), ("tpu", 0, 0)],
+)
+def test_without_a_number_masks_reach_as_far_as_they_are_faster(
+    sized, monkeypatch, platform, given, expected
+):
+    monkeypatch.setattr(dispatch, "platform", lambda: platform)
+    assert mla.masked_up_to(dataclasses.replace(sized.mla, masked_max_len=given)) == expected
+
+
 @pytest.mark.parametrize("masked_max_len", [0, N])
 def test_the_field_kernels_names_the_implementation_of_every_op(
     sized, x, masked_max_len, monkeypatch

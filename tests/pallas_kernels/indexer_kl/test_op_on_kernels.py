@@ -133,7 +133,7 @@ def test_the_listed_form_hands_its_residuals_to_the_kernels_gradients(
         kl = jnp.sum(w, axis=1) + jnp.sum(k) + jnp.sum(q, axis=(1, 2)) + idx[:, 0]
         return kl, (q, k, w, idx)
 
-    def gradients(residuals, d_kl, *, deterministic):
+    def gradients(residuals, d_kl, *, deterministic=False):
         q, k, w, _ = residuals
         seen.append(deterministic)
         d_q = jnp.broadcast_to(d_kl[:, None, None], q.shape)

@@ -92,7 +92,7 @@ def test_the_released_widths_in_bfloat16(rng, interpret_tpu):
 
 def test_gradients_of_chunks_of_queries_add_up(rng, interpret_tpu, monkeypatch):
     arrays = draw(rng)
-    monkeypatch.setattr(pallas_tpu_backward, "CHUNK_BYTES", 2 * 4 * 32 * 256)  # two queries
+    monkeypatch.setattr(pallas_tpu_rows, "CHUNK_BYTES", 2 * 4 * 32 * 256)  # two queries
     on_kernels.clear_cache()
     check(rng, *arrays)
     on_kernels.clear_cache()
@@ -113,7 +113,7 @@ def test_rows_without_valid_slots_give_nothing(rng, interpret_tpu):
 
 def test_a_nan_in_a_row_that_nobody_lists_changes_nothing(rng, interpret_tpu, monkeypatch):
     # Two queries a chunk: the last chunk of three is padded.
-    monkeypatch.setattr(pallas_tpu_backward, "CHUNK_BYTES", 2 * 4 * 32 * 256)
+    monkeypatch.setattr(pallas_tpu_rows, "CHUNK_BYTES", 2 * 4 * 32 * 256)
     on_kernels.clear_cache()
     q, kv, idx = draw(rng)
     idx[idx == 0] = -1

@@ -9,6 +9,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import dispatch, mosaic_tpu
+from pallas_kernels.fp8 import op as fp8
 from pallas_kernels.topk_select import pallas_tpu
 
 sys.path.insert(0, str(Path(__file__).parent))  # the tests are not a package
@@ -29,10 +30,10 @@ def draw(rng, n_queries, n_keys, heads=3, dim=4):
     return [jnp.asarray(rng.integers(-2, 3, size=s), jnp.float32) for s in shapes]
 
 
-@functools.partial(jax.jit, static_argnames=("op", "k"))
-def run(op, arrays, start, end, k):
+@functools.partial(jax.jit, static_argnames=("op", "k", "name"))
+def run(op, arrays, start, end, k, name="pallas_tpu"):
     fn = getattr(pallas_kernels, op)
-    return fn(*arrays, k=k, start=start, end=end, implementation="pallas_tpu")
+    return fn(*arrays, k=k, start=start, end=end, implementation=name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,6 +74,31 @@ def test_the_fused_selection_equals_a_sort_of_the_scores(
     assert mask.shape == (n_queries, n_keys)
     for row, slots in zip(mask, expected, strict=True):
         np.testing.assert_array_equal(np.flatnonzero(row), slots[slots >= 0])
+
+
+@pytest.mark.parametrize("op", ["indexer_topk", "indexer_topk_mask"])
+def test_values_that_are_whole_in_e4m3_are_selected_by_fp8_products_too(
+    rng, draw_ranges, on_tpu, op
+):
+    q, keys, w = draw(rng, 9, 95)
+    q, keys = 2.0 ** rng.integers(-3, 4, (9, 3, 1)) * q, 2.0 ** rng.integers(-3, 4, (95, 1)) * keys
+    arrays = tuple(jnp.asarray(x, jnp.float32) for x in (q, keys, w))
+    bounds = tuple(map(jnp.asarray, draw_ranges(rng, (9,), 95)))
+
+    got, want = (run(op, arrays, *bounds, 20, name) for name in ("pallas_tpu_fp8", "reference"))
+
+    np.testing.assert_array_equal(got, want)
+
+
+def test_fp8_products_multiply_rounded_values(rng, on_tpu):
+    arrays = tuple(jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in draw(rng, 9, 95))
+    q, keys = (fp8.simulate(x) for x in arrays[:2])
+    bounds = jnp.zeros(9, jnp.int32), jnp.full(9, 95)
+
+    got = run("indexer_topk", arrays, *bounds, 20, "pallas_tpu_fp8")
+
+    want = run("indexer_topk", (q, keys, arrays[2]), *bounds, 20, "pallas_tpu")
+    np.testing.assert_array_equal(got, want)
 
 
 def test_sequences_of_a_batch_are_apart(rng, draw_ranges, on_tpu):
@@ -123,12 +149,13 @@ def shapes(n_queries, n_keys):
     [(4096, 4096), (32768, 32768), (4096, 131072), (64, 2**18), (1, 131072)],
 )
 @pytest.mark.parametrize("op", ["indexer_topk", "indexer_topk_mask"])
+@pytest.mark.parametrize("name", ["pallas_tpu", "pallas_tpu_fp8"])
 def test_the_fused_selection_compiles_at_the_released_widths(
-    compile_for_tpu, monkeypatch, op, n_queries, n_keys
+    compile_for_tpu, monkeypatch, name, op, n_queries, n_keys
 ):
     monkeypatch.setattr(dispatch, "require_tpu", lambda: None)
     compiled = compile_for_tpu(
-        lambda arrays, *bounds: run(op, arrays, *bounds, 2048), *shapes(n_queries, n_keys)
+        lambda arrays, *bounds: run(op, arrays, *bounds, 2048, name), *shapes(n_queries, n_keys)
     )
     assert compiled.cost_analysis()["flops"] >= 2 * 64 * 128 * n_queries * n_keys
     # No score leaves VMEM: besides inputs and outputs there is no array of a float for each pair.
