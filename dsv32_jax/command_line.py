@@ -1,6 +1,7 @@
 """The shell around every command: errors as one line, an exit status, and logging.
 
-Exit status: 0 done, 1 the work failed, 2 wrong usage, 130 stopped by SIGINT, 143 by SIGTERM.
+Exit status: 0 done, or stopped by SIGTERM in training with the state saved; 1 the work failed, 2 wrong usage, 130
+stopped by SIGINT, 143 by SIGTERM elsewhere.
 """
 
 import argparse
@@ -141,7 +142,7 @@ class Boundary:
         elif (line := _line_for(error)) is not None:
             usage = 1 if self.started else 2
             self.status = getattr(error, "exit_status", usage)
-            _say(f"error: {line}")
+            _say(f"error: {line}" if self.status else line)
         elif isinstance(error, Exception):
             self.status = 1
             _say(f"error: unexpected {self._report_crash(error)}")
