@@ -16,12 +16,12 @@ import traceback
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Never
 
 import jax
 
 from dsv32_jax import errors
+from dsv32_jax.convert.storage import Location
 
 PACKAGES = ("train", "dsv32_jax", "pallas_kernels", "configs")
 TRACEBACK_VARIABLE = "DSV32_TRACEBACK"
@@ -103,7 +103,7 @@ class Boundary:
 
     status: int = 0
     started: bool = False
-    workdir: Path | None = None
+    workdir: Location | None = None
     resumes: bool = True
     shows_tracebacks: bool = field(
         default_factory=lambda: os.environ.get(TRACEBACK_VARIABLE) == "1"

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from dsv32_jax import command_line, json_files, sharding
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.errors import UsageError, UserError
 from train import command, overrides, pod_report, pod_steps, topology, traced
 from train.pod_report import StepReport
@@ -236,13 +237,15 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(cfg: RunConfig, workdir: Path, args: argparse.Namespace) -> int:
+def _run(cfg: RunConfig, workdir: Location, args: argparse.Namespace) -> int:
     with command_line.wrong_usage():
         shape = ServingShape(
             slots=args.slots, max_len=args.max_len, prefill_chunk=args.prefill_chunk
         )
     if not isinstance(cfg, RunConfig):
         raise UsageError(f"--config {args.config} is no run of stages")
+    if not isinstance(workdir, Path):
+        raise UsageError(f"workdir {workdir}: the compiler's logs go to a folder of this machine")
     return main(cfg, workdir, topology_name=args.topology, steps=args.steps, shape=shape)
 
 

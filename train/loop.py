@@ -6,7 +6,6 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from dsv32_jax import json_files, sharding
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.errors import UserError
 from dsv32_jax.parameters import Parameters
 from train import hosts, overrides, progress
@@ -50,7 +50,7 @@ class Leg(NamedTuple):
     stage: Stage
     config: StageConfig
     data: DataConfig
-    folder: Path
+    folder: Location
 
 
 class LegResult(NamedTuple):
@@ -201,7 +201,9 @@ class _Trainer:
                 self._checkpoints.poll()
                 # Read once: a signal during the save is the next step's, on every process alike.
                 stopping = hosts.largest(stop.requested)
-                self._save(step, state, numbers, force=bool(stopping) or step == steps)
+                if stopping or step == steps or self._checkpoints.is_due(step):
+                    log.flush()  # so that the run that goes on from here finds every line
+                    self._save(step, state, numbers)
                 if stopping:  # at the last step too: there is more to come than this leg
                     self._checkpoints.wait()
                     whose = "" if stop.requested else " to another process"
@@ -261,7 +263,7 @@ class _Trainer:
             if not math.isfinite(values.get(name, 0.0)):
                 raise DivergedError(f"the {name} is {values[name]} at step {step}")
 
-    def _save(self, step: int, state: TrainState, numbers: StepMetrics, *, force: bool) -> None:
+    def _save(self, step: int, state: TrainState, numbers: StepMetrics) -> None:
         meta = {
             "stage": self._leg.name,
             "seconds": self.seconds,
@@ -274,7 +276,7 @@ class _Trainer:
             data_state=self._batches.state(),
             meta=meta,
             metric=float(np.asarray(numbers.loss)),
-            force=force,
+            force=True,
         )
 
 
