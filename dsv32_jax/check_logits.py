@@ -17,7 +17,6 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -27,6 +26,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsv32_jax import command_line, load_model
 from dsv32_jax.config import Dtype, ModelConfig
+from dsv32_jax.convert import storage
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.model import DeepSeekV32
 
 logger = logging.getLogger("dsv32_jax.check_logits")  # __name__ is __main__ here
@@ -100,12 +101,12 @@ def _parser() -> argparse.ArgumentParser:
         name="python -m dsv32_jax.check_logits", summary=SUMMARY, examples=EXAMPLES
     )
     parser.add_argument(
-        "checkpoint", metavar="CKPT", type=Path, help=f"the model: {load_model.KINDS}"
+        "checkpoint", metavar="CKPT", type=storage.locate, help=f"the model: {load_model.KINDS}"
     )
     parser.add_argument(
         "reference",
         metavar="REFERENCE.npz",
-        type=Path,
+        type=storage.locate,
         help="arrays tokens [B, T], logits [B, T, V] and, if wanted, hidden [L+1, B, T, D]: the embedding, then the "
         "stream after each layer, the last one after the final norm; rows may end in tokens -1, which are skipped",
     )
@@ -124,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_reference(path: Path) -> Reference:
+def read_reference(path: Location) -> Reference:
     """Read a reference's arrays and check that they fit each other.
 
     Args:
@@ -139,9 +140,10 @@ def read_reference(path: Path) -> Reference:
     """
     if not path.exists():
         raise FileNotFoundError(f"no file {path}")
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is not an npz file")
-    with np.load(path, allow_pickle=False) as arrays:
+    with path.open("rb") as file:
+        if not zipfile.is_zipfile(file):
+            raise ValueError(f"{path} is not an npz file")
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         missing = {"tokens", "logits"} - set(arrays.files)
         if missing:
             raise ValueError(
@@ -166,7 +168,7 @@ def read_reference(path: Path) -> Reference:
     return Reference(tokens=tokens, logits=logits, hidden=hidden)
 
 
-def _array(path: Path, arrays: np.lib.npyio.NpzFile, name: str, kind: type) -> np.ndarray:
+def _array(path: Location, arrays: np.lib.npyio.NpzFile, name: str, kind: type) -> np.ndarray:
     try:
         array = arrays[name]
     except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:

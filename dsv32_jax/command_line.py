@@ -1,6 +1,7 @@
 """The shell around every command: errors as one line, an exit status, and logging.
 
-Exit status: 0 done, 1 the work failed, 2 wrong usage, 130 stopped by SIGINT, 143 by SIGTERM.
+Exit status: 0 done, or stopped by SIGTERM in training with the state saved; 1 the work failed, 2 wrong usage, 130
+stopped by SIGINT, 143 by SIGTERM elsewhere.
 """
 
 import argparse
@@ -15,12 +16,12 @@ import traceback
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Never
 
 import jax
 
 from dsv32_jax import errors
+from dsv32_jax.convert.storage import Location
 
 PACKAGES = ("train", "dsv32_jax", "pallas_kernels", "configs")
 TRACEBACK_VARIABLE = "DSV32_TRACEBACK"
@@ -102,7 +103,7 @@ class Boundary:
 
     status: int = 0
     started: bool = False
-    workdir: Path | None = None
+    workdir: Location | None = None
     resumes: bool = True
     shows_tracebacks: bool = field(
         default_factory=lambda: os.environ.get(TRACEBACK_VARIABLE) == "1"
@@ -141,7 +142,7 @@ class Boundary:
         elif (line := _line_for(error)) is not None:
             usage = 1 if self.started else 2
             self.status = getattr(error, "exit_status", usage)
-            _say(f"error: {line}")
+            _say(f"error: {line}" if self.status else line)
         elif isinstance(error, Exception):
             self.status = 1
             _say(f"error: unexpected {self._report_crash(error)}")

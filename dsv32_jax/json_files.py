@@ -4,11 +4,12 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etils import epath
+from dsv32_jax.convert.storage import Location
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def without_non_finite(value: Any) -> Any:
     return value
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Location, value: Any) -> None:
     """Write a JSON file so that a reader sees the old file or the new one, never a part.
 
     Args:
@@ -48,7 +49,7 @@ def write_json(path: Path, value: Any) -> None:
     replace_text(path, text)
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Location, text: str) -> None:
     """Replace a file's text in one step.
 
     Args:
@@ -58,6 +59,9 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
       OSError: the file system refused; the old file is untouched.
     """
+    if not isinstance(path, Path):
+        path.write_text(text)  # an object of a bucket appears when it is complete
+        return
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -69,7 +73,7 @@ def replace_text(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def read_object(path: Path | epath.Path) -> dict[str, Any]:
+def read_object(path: Location) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
     Args:
@@ -105,7 +109,61 @@ def line_of(row: Mapping[str, Any]) -> str:
     return json.dumps(without_non_finite(row), allow_nan=False) + "\n"
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+class LineWriter:
+    """Appends lines to a file: to a local one at once, to an object of a bucket, which is written whole, at times."""
+
+    def __init__(self, path: Location, *, seconds: float = 60.0) -> None:
+        """Open the file.
+
+        Args:
+          path: the file; need not exist.
+          seconds: between two writings of an object.
+        """
+        self._path, self._seconds = path, seconds
+        self._file = (
+            path.open("a", encoding="utf-8", buffering=1) if isinstance(path, Path) else None
+        )
+        self._text = path.read_text() if self._file is None and path.exists() else ""
+        self._written, self._time = self._text, time.monotonic()
+
+    def write(self, line: str) -> None:
+        """Append a line.
+
+        Args:
+          line: ends in a newline.
+
+        Raises:
+          OSError: the storage refused.
+        """
+        if self._file is not None:
+            self._file.write(line)
+            return
+        self._text += line
+        if time.monotonic() - self._time >= self._seconds:
+            self.flush()
+
+    def flush(self) -> None:
+        """Have every line in the file.
+
+        Raises:
+          OSError: the storage refused.
+        """
+        if self._file is None and self._text != self._written:
+            self._path.write_text(self._text)
+            self._written, self._time = self._text, time.monotonic()
+
+    def close(self) -> None:
+        """Flush and close.
+
+        Raises:
+          OSError: the storage refused.
+        """
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+
+
+def read_lines(path: Location) -> list[dict[str, Any]]:
     """Read a JSON-lines file, leaving out what a crash tore.
 
     A last line that does not parse is left out silently: that is how a killed writer ends.

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -18,6 +17,7 @@ from dsv32_jax.convert import restore, run_folder, storage, target
 from dsv32_jax.convert.hf_config import read_config
 from dsv32_jax.convert.load import load_official
 from dsv32_jax.convert.run_folder import CHECKPOINTS, CONFIG, RunFolder
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.model import DeepSeekV32
 from dsv32_jax.parameters import Parameters
 from dsv32_jax.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -28,7 +28,7 @@ KINDS = "a folder in the official layout, a training run or converted checkpoint
 
 
 def load_model(
-    path: Path, dtype: Dtype = "float32", *, mesh: Mesh | None = None, narrow: bool = False
+    path: Location, dtype: Dtype = "float32", *, mesh: Mesh | None = None, narrow: bool = False
 ) -> DeepSeekV32:
     """Load a model for running it.
 
@@ -49,7 +49,7 @@ def load_model(
         WorkFailedError: If there are checkpoints and none is whole.
         ValueError: If the folder is of neither kind, its config cannot be read, or the arrays do not fit it.
     """
-    path = path.absolute()
+    path = storage.absolute(path)
     if not path.exists():
         raise FileNotFoundError(f"no folder {path}")
     if not path.is_dir():
@@ -108,7 +108,7 @@ def _put(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.device_put(array.astype(wanted.dtype), wanted.sharding)
 
 
-def load_tokenizer_of(path: Path, override: str | None = None) -> Tokenizer:
+def load_tokenizer_of(path: Location, override: str | None = None) -> Tokenizer:
     """Load the tokenizer that goes with a checkpoint.
 
     Args:
@@ -125,7 +125,7 @@ def load_tokenizer_of(path: Path, override: str | None = None) -> Tokenizer:
     if override is not None:
         return load_tokenizer(override)
     if not path.exists():
-        raise FileNotFoundError(f"no folder {path.absolute()}")
+        raise FileNotFoundError(f"no folder {storage.absolute(path)}")
     run, official = folders_beside(path)
     for folder in (run, official):
         if (folder / TOKENIZER_FILE).is_file():
@@ -137,7 +137,7 @@ def load_tokenizer_of(path: Path, override: str | None = None) -> Tokenizer:
     raise FileNotFoundError(f"{path} has no {TOKENIZER_FILE} and names none; give --tokenizer")
 
 
-def saved_dtype(path: Path) -> Dtype:
+def saved_dtype(path: Location) -> Dtype:
     """Return the dtype that a checkpoint's model is meant to run in.
 
     Args:
@@ -161,7 +161,7 @@ def saved_dtype(path: Path) -> Dtype:
     return "bfloat16"
 
 
-def folders_beside(path: Path) -> tuple[Path, Path]:
+def folders_beside(path: Location) -> tuple[Location, Location]:
     """Return where a checkpoint's other files may lie.
 
     Args:
@@ -170,7 +170,7 @@ def folders_beside(path: Path) -> tuple[Path, Path]:
     Returns:
         (the run's or the official folder itself, the folder in it that a conversion carries official files in).
     """
-    run = run_folder.folder_of(path.absolute())
+    run = run_folder.folder_of(storage.absolute(path))
     return run, run / target.OFFICIAL
 
 

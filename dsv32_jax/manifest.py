@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from dsv32_jax import json_files
+from dsv32_jax.convert import storage
+from dsv32_jax.convert.storage import Location
 
 MANIFEST = "manifest.json"
 STATE = "state"  # the folder of a checkpoint's arrays
 ORBAX_METADATA = "_CHECKPOINT_METADATA"
 # Orbax writes these two after it has asked for the manifest; neither is needed to restore.
 LATER_FILES = frozenset({ORBAX_METADATA, "commit_success.txt"})
-CHUNK_BYTES = 8 << 20
 
 
-def write_manifest(folder: Path, *, checksums: bool, metric: float | None) -> None:
+def write_manifest(folder: Location, *, checksums: bool, metric: float | None) -> None:
     """Write `manifest.json` for every file below a folder, as the last file to go in.
 
     Args:
@@ -33,13 +34,13 @@ def write_manifest(folder: Path, *, checksums: bool, metric: float | None) -> No
         # zlib lets go of the interpreter lock, so threads do run side by side here.
         sums = list(pool.map(lambda name: _crc32(folder / name) if checksums else None, names))
     files = {
-        name: {"bytes": (folder / name).stat().st_size, "crc32": crc}
+        name: {"bytes": storage.size(folder / name), "crc32": crc}
         for name, crc in zip(names, sums, strict=True)
     }
     json_files.write_json(folder / MANIFEST, {"metric": metric, "files": files})
 
 
-def find_damage(folder: Path, *, checksums: bool) -> str | None:
+def find_damage(folder: Location, *, checksums: bool) -> str | None:
     """Compare a checkpoint with its manifest.
 
     Args:
@@ -59,7 +60,7 @@ def find_damage(folder: Path, *, checksums: bool) -> str | None:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        size = path.stat().st_size
+        size = storage.size(path)
         if size != entry["bytes"]:
             return f"{name} has {size} bytes instead of {entry['bytes']}"
     if not checksums:
@@ -72,7 +73,7 @@ def find_damage(folder: Path, *, checksums: bool) -> str | None:
     return None
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Location) -> dict[str, Any]:
     """Read a checkpoint's manifest.
 
     Args:
@@ -95,15 +96,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _file_names(folder: Path) -> list[str]:
-    paths = (path for path in folder.rglob("*") if path.is_file())
-    names = (path.relative_to(folder).as_posix() for path in paths)
+def _file_names(folder: Location) -> list[str]:
+    if isinstance(folder, Path):
+        paths = (path for path in folder.rglob("*") if path.is_file())
+        names = [path.relative_to(folder).as_posix() for path in paths]
+    else:
+        names = storage.file_names(folder)
     return [name for name in names if name not in LATER_FILES and name != MANIFEST]
 
 
-def _crc32(path: Path) -> int:
+def _crc32(path: Location) -> int:
     crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            crc = zlib.crc32(chunk, crc)
+    for chunk in storage.read_chunks(path):
+        crc = zlib.crc32(chunk, crc)
     return crc

@@ -1,9 +1,11 @@
 """Turn text into token ids and back: raw bytes, or a Hugging Face `tokenizer.json`."""
 
 import json
-import pathlib
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
+
+from dsv32_jax.convert import storage
+from dsv32_jax.convert.storage import Location
 
 BYTES = "bytes"  # the one built-in tokenizer's name
 TOKENIZER_FILE = "tokenizer.json"
@@ -138,11 +140,11 @@ class HFTokenizer:
         ValueError: the file is no tokenizer, or no token that ends a text is found.
     """
 
-    def __init__(self, path: str | pathlib.Path):
+    def __init__(self, path: str | Location):
         """Read the tokenizer; the class docstring has the arguments."""
         import tokenizers  # a compiled package that byte-level runs do without
 
-        file = _tokenizer_file(pathlib.Path(path))
+        file = _tokenizer_file(storage.locate(path))
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
         except ValueError as error:
@@ -246,7 +248,7 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     return HFTokenizer(name_or_path)
 
 
-def _tokenizer_file(path: pathlib.Path) -> pathlib.Path:
+def _tokenizer_file(path: Location) -> Location:
     path = path.expanduser()
     if not path.exists():
         raise FileNotFoundError(
@@ -259,7 +261,7 @@ def _tokenizer_file(path: pathlib.Path) -> pathlib.Path:
     return file
 
 
-def _tokenizer_config(path: pathlib.Path) -> dict[str, object]:
+def _tokenizer_config(path: Location) -> dict[str, object]:
     if not path.is_file():
         return {}
     try:
@@ -276,7 +278,7 @@ def _special_id(
     config: dict[str, object],
     vocab: dict[str, int],
     well_known: tuple[str, ...],
-    file: pathlib.Path,
+    file: Location,
 ) -> int | None:
     """Return the id of the configured token, else of the first well-known one that exists."""
     if key not in config:

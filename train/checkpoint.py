@@ -2,8 +2,9 @@
 
 Layout: `<folder>/<step>/` with `state/` (an Orbax tree of arrays), `data_state/` and `meta/`
 (JSON), and `manifest.json`. Orbax fills `<step>.orbax-checkpoint-tmp`; process 0 then adds the
-manifest, and one rename makes the step visible. So a step without a manifest, or one that differs
-from its manifest, is not whole and is never restored.
+manifest, and one rename makes the step visible. A bucket has no such rename: there Orbax fills
+`<step>/` itself. So a step without a manifest, or one that differs from its manifest, is not whole
+and is never restored.
 
 Written for many processes on one shared file system; run here with one process only.
 """
@@ -11,10 +12,8 @@ Written for many processes on one shared file system; run here with one process 
 import contextlib
 import json
 import logging
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -25,6 +24,7 @@ from orbax.checkpoint import checkpoint_utils
 
 from dsv32_jax import checkpoint_tree, errors, manifest
 from dsv32_jax.convert import restore, storage
+from dsv32_jax.convert.storage import Location
 from train import retention
 
 logger = logging.getLogger(__name__)
@@ -85,14 +85,14 @@ class Checkpoints:
     process left half-written and renames damaged steps to `<step>.damaged`.
     """
 
-    def __init__(self, folder: Path, cfg: CheckpointConfig) -> None:
+    def __init__(self, folder: Location, cfg: CheckpointConfig) -> None:
         """Look after a folder.
 
         Args:
           folder: `<workdir>/checkpoints`; need not exist yet.
           cfg: when to save and what to keep.
         """
-        self._folder = folder.absolute()
+        self._folder = storage.absolute(folder)
         self._cfg = cfg
         self._manager: ocp.CheckpointManager | None = None
         self._prepared = False
@@ -113,12 +113,20 @@ class Checkpoints:
         return sorted(int(name) for name in names if name.isdecimal())
 
     @property
-    def last_good_path(self) -> Path | None:
+    def last_good_path(self) -> Location | None:
         """The newest finished checkpoint, or None; its content is not read again here."""
         for step in reversed(self.steps()):
-            if step not in self._damaged and (self._path(step) / manifest.MANIFEST).is_file():
+            if step not in self._damaged and self._is_finished(step):
                 return self._path(step)
         return None
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether a step is saved without being forced.
+
+        Args:
+          step: the number of finished steps.
+        """
+        return step % self._cfg.every_steps == 0
 
     def save(
         self,
@@ -151,7 +159,7 @@ class Checkpoints:
           ValueError: an argument is not JSON or no array, or the folder has that step from a
             longer run.
         """
-        if not force and step % self._cfg.every_steps:
+        if not (force or self.is_due(step)):
             return False
         self.wait()
         if step in self._known:
@@ -268,8 +276,16 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {self._path(step)} is damaged: {damage}")
         return self._restore(step, abstract_state, partial)
 
-    def _path(self, step: int) -> Path:
+    def _path(self, step: int) -> Location:
         return self._folder / str(step)
+
+    def _unfinished(self, step: int) -> Location:
+        """Where a step is while it is written."""
+        remote = storage.is_remote(self._folder)
+        return self._path(step) if remote else self._folder / f"{step}{PARTIAL_SUFFIX}"
+
+    def _is_finished(self, step: int) -> bool:
+        return (self._path(step) / manifest.MANIFEST).is_file()
 
     def _open(self) -> ocp.CheckpointManager:
         """Return the Orbax manager, made when first needed."""
@@ -289,7 +305,7 @@ class Checkpoints:
         step = self._pending
         assert step is not None, "Orbax committed a step that nobody asked for"
         manifest.write_manifest(
-            self._folder / f"{step}{PARTIAL_SUFFIX}",
+            self._unfinished(step),
             checksums=self._cfg.verify == "checksum",
             metric=self._metrics[step],
         )
@@ -305,9 +321,12 @@ class Checkpoints:
                 self._damaged.add(step)
         if jax.process_index() == 0:
             for path in self._folder.glob(f"*{PARTIAL_SUFFIX}"):
-                shutil.rmtree(path)
+                storage.remove_folder(path)
             for step in sorted(self._damaged):
-                self._set_aside(step)
+                if self._unfinished(step) == self._path(step) and not self._is_finished(step):
+                    storage.remove_folder(self._path(step))
+                else:
+                    self._set_aside(step)
         multihost_utils.sync_global_devices("checkpoints prepared")
         for step in self._damaged:
             self._metrics.pop(step, None)
@@ -317,8 +336,7 @@ class Checkpoints:
 
     def _set_aside(self, step: int) -> None:
         target = self._folder / f"{step}{DAMAGED_SUFFIX}"
-        if target.exists():
-            shutil.rmtree(target)
+        storage.remove_folder(target)
         self._path(step).rename(target)
         logger.warning("moved the damaged checkpoint %s to %s", self._path(step), target.name)
 
@@ -344,7 +362,8 @@ class Checkpoints:
                 self._manager.close()
             self._manager = None
         if jax.process_index() == 0:
-            shutil.rmtree(self._folder / f"{step}{PARTIAL_SUFFIX}", ignore_errors=True)
+            with contextlib.suppress(*STORAGE_ERRORS):
+                storage.remove_folder(self._unfinished(step))
 
     def _find_damage(self, step: int) -> str | None:
         return manifest.find_damage(self._path(step), checksums=self._cfg.verify == "checksum")

@@ -1,7 +1,6 @@
 """The shell around every command that runs a config: `--config`, `--workdir` and overrides."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Never
 
 from dsv32_jax import command_line, errors
+from dsv32_jax.convert import storage
 from train import config_file, overrides
 
 
@@ -61,7 +61,8 @@ def run_command(
         args = parser.parse_intermixed_args(argv)
         cfg = overrides.apply_overrides(config_file.load_config(args.config), args.overrides)
         workdir = args.workdir or Path("runs") / f"{about.folder_prefix}{Path(args.config).stem}"
-        _make_writable(workdir)
+        if problem := storage.writing_problem(workdir):
+            raise errors.UsageError(f"workdir {problem}")
         boundary.workdir, boundary.started = workdir, True
         extra = () if add_options is None else (args,)
         boundary.status = main(cfg, workdir, *extra) or 0
@@ -93,8 +94,8 @@ def _parser(about: CommandHelp) -> argparse.ArgumentParser:
     parser.add_argument(
         "--workdir",
         metavar="DIR",
-        type=Path,
-        help=f"the run's folder; one that has been begun is resumed (default: runs/{about.folder_prefix}NAME)",
+        type=storage.locate,
+        help=f"the run's folder, gs:// too; one that was begun is resumed (default: runs/{about.folder_prefix}NAME)",
     )
     parser.add_argument(
         "overrides",
@@ -103,16 +104,3 @@ def _parser(about: CommandHelp) -> argparse.ArgumentParser:
         help="set a field of the config, such as optimizer.lr=3e-4",
     )
     return parser
-
-
-def _make_writable(workdir: Path) -> None:
-    """Make the folder and prove that a file can be written in it."""
-    probe = workdir / f".probe.{os.getpid()}"
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        probe.write_text("x")
-        probe.unlink()
-    except OSError as error:
-        raise errors.UsageError(
-            f"workdir {workdir} can not be written: {error.strerror}"
-        ) from error

@@ -15,6 +15,7 @@ import jax
 
 from dsv32_jax import command_line, json_files, moe, sharding
 from dsv32_jax.config import ModelConfig
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.errors import UsageError, UserError
 from train import command, mesh_search, overrides, pod_report, pod_steps, topology, traced
 from train.pod_report import StepReport
@@ -275,7 +276,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(cfg: RunConfig, workdir: Path, args: argparse.Namespace) -> int:
+def _run(cfg: RunConfig, workdir: Location, args: argparse.Namespace) -> int:
     os.environ.update(topology.LIBTPU_ENVIRONMENT, JAX_PLATFORMS="cpu")  # of compiling processes
     jax.config.update("jax_platforms", "cpu")
     with command_line.wrong_usage():
@@ -284,6 +285,8 @@ def _run(cfg: RunConfig, workdir: Path, args: argparse.Namespace) -> int:
         )
     if not isinstance(cfg, RunConfig):
         raise UsageError(f"--config {args.config} is no run of stages")
+    if not isinstance(workdir, Path):
+        raise UsageError(f"workdir {workdir}: the compiler's logs go to a folder of this machine")
     if args.search:
         return search(cfg, workdir, topology_name=args.topology, steps=args.steps)
     return main(cfg, workdir, topology_name=args.topology, steps=args.steps, shape=shape)

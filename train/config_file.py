@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from dsv32_jax.convert import storage
 from train import overrides
 
 # What a person's own config file can raise; anything outside of this is not a mistake in a config.
@@ -74,6 +75,10 @@ def _package_folder() -> Path:
 
 def _find(name_or_path: str) -> tuple[Path, str | None]:
     """Return the config's file and, where it is in the package, its module's name."""
+    if storage.is_remote(name_or_path):
+        raise FileNotFoundError(
+            f"config {name_or_path}: a config is Python of this machine; copy it here first"
+        )
     given = Path(name_or_path)
     if given.is_file():
         return given, None

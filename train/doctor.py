@@ -13,14 +13,13 @@ import platform
 import socket
 import sys
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from etils import epath
 from jax._src import clusters  # what jax.distributed.initialize itself asks; there is no public way
 
 from dsv32_jax import command_line
+from dsv32_jax.convert import storage
 from dsv32_jax.errors import UsageError
 from train import hosts
 
@@ -115,12 +114,12 @@ def find_place(timeout_s: int) -> Place | None:
     return Place(host.strip("[]"), int(port), int(count), int(index))
 
 
-def report(place: Place, storage: Sequence[str]) -> Report:
+def report(place: Place, folders: Sequence[str]) -> Report:
     """Describe this process.
 
     Args:
         place: Its place.
-        storage: Folders to try to write in.
+        folders: To try to write in, gs:// too.
     """
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -128,25 +127,8 @@ def report(place: Place, storage: Sequence[str]) -> Report:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    problems = [problem for folder in storage if (problem := storage_problem(folder)) is not None]
+    problems = [problem for folder in folders if (problem := storage.writing_problem(folder))]
     return Report(place.index, place.count, socket.gethostname(), versions, time.time(), problems)
-
-
-def storage_problem(folder: str) -> str | None:
-    """Write, read and delete a small file; return what is wrong, or None.
-
-    Args:
-        folder: A path, gs:// too.
-    """
-    probe = epath.Path(folder) / f".doctor.{uuid.uuid4().hex}"
-    try:
-        probe.parent.mkdir(parents=True, exist_ok=True)
-        probe.write_text("x")
-        read = probe.read_text()
-        probe.unlink()
-    except Exception as error:  # noqa: BLE001  each kind of storage has its own errors
-        return f"{folder} cannot be written: {' '.join(str(error).split())[:200]}"
-    return None if read == "x" else f"{folder} gave back something else than was written"
 
 
 def problems_between(reports: dict[int, tuple[Report, float]], place: Place) -> list[str]:

@@ -26,6 +26,9 @@ def join(*, timeout_s: int = 300) -> None:
     Bare processes set the address of process 0 as HOST:PORT, their number and their own place from 0 on, in the
     environment: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
+    Schedulers give notice of a preemption by SIGTERM. jax would take that signal for itself, also where nobody asks it
+    for what it took; `signals.StopOnSignal` and `largest` stop a run instead, with SIGINT and without a cluster alike.
+
     Args:
         timeout_s: Seconds to wait for the others.
 
@@ -33,6 +36,7 @@ def join(*, timeout_s: int = 300) -> None:
         UsageError: If no cluster is recognised, the environment is incomplete, or the others do not come.
     """
     place = bare_process()
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             **place, initialization_timeout=timeout_s, shutdown_timeout_seconds=SHUTDOWN_S
@@ -75,18 +79,19 @@ def bare_process() -> dict[str, Any]:
     return {"coordinator_address": given[ADDRESS], "num_processes": count, "process_id": index}
 
 
-def any_process(flag: bool) -> bool:
-    """Tell whether a flag is set on any process; every process asks at the same step."""
+def largest(number: int) -> int:
+    """Return the largest of a number over the processes; every process asks at the same step."""
     if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.bool_(flag))))
+        return number
+    return int(np.max(multihost_utils.process_allgather(np.int32(number))))
 
 
 @contextlib.contextmanager
 def losses_named() -> Iterator[None]:
     """Say in the `with` block that another process is gone, where a collective of several fails for it.
 
-    The process whose number is 0 coordinates the others: when it is gone, jax ends them itself, with status 134.
+    jax itself ends the others, with "another task died" and status 134, at once when process 0 is gone, which
+    coordinates them, and 100 s after any other is gone where they wait for it in a save and not in a collective.
 
     Raises:
         WorkFailedError: In place of the collective's error.

@@ -6,7 +6,6 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from dsv32_jax import json_files, sharding
-from dsv32_jax.errors import WorkFailedError
+from dsv32_jax.convert.storage import Location
+from dsv32_jax.errors import UserError
 from dsv32_jax.parameters import Parameters
 from train import hosts, overrides, progress
 from train import state as states
@@ -50,7 +50,7 @@ class Leg(NamedTuple):
     stage: Stage
     config: StageConfig
     data: DataConfig
-    folder: Path
+    folder: Location
 
 
 class LegResult(NamedTuple):
@@ -67,13 +67,17 @@ class LegResult(NamedTuple):
     seconds_before: float
 
 
-class StoppedError(WorkFailedError):
-    """A signal stopped the run; it goes on when the command is run again. Exit status 128 + the signal's number."""
+class StoppedError(UserError):
+    """A signal stopped the run and its state is saved; it goes on when the command is run again.
 
-    def __init__(self, reason: str, message: str):
-        """Keep the message; `reason` is the signal's name, or empty where another process had it."""
+    Exit status 0 after SIGTERM, by which schedulers take machines back: there is no failure to look into. 130 after
+    SIGINT, so that a script that a person interrupts ends too.
+    """
+
+    def __init__(self, number: int, message: str):
+        """Keep the message; `number` is the signal's."""
         super().__init__(message)
-        self.exit_status = 128 + signal.Signals[reason or "SIGTERM"].value
+        self.exit_status = 0 if number == signal.SIGTERM else 128 + number
 
 
 def run_leg(
@@ -196,14 +200,16 @@ class _Trainer:
                 self._record(log, step, numbers, rates)
                 self._checkpoints.poll()
                 # Read once: a signal during the save is the next step's, on every process alike.
-                stopping = hosts.any_process(stop.requested)
-                self._save(step, state, numbers, force=stopping or step == steps)
-                if stopping and step < steps:
+                stopping = hosts.largest(stop.requested)
+                if stopping or step == steps or self._checkpoints.is_due(step):
+                    log.flush()  # so that the run that goes on from here finds every line
+                    self._save(step, state, numbers)
+                if stopping:  # at the last step too: there is more to come than this leg
                     self._checkpoints.wait()
-                    word = stop.reason or "a signal to another process"
+                    whose = "" if stop.requested else " to another process"
                     raise StoppedError(
-                        stop.reason,
-                        f"{word} at step {step} of {leg.name}: saved in "
+                        stopping,
+                        f"{signal.Signals(stopping).name}{whose} at step {step} of {leg.name}: saved in "
                         f"{self._checkpoints.last_good_path}; run the same command to go on",
                     )
 
@@ -257,7 +263,7 @@ class _Trainer:
             if not math.isfinite(values.get(name, 0.0)):
                 raise DivergedError(f"the {name} is {values[name]} at step {step}")
 
-    def _save(self, step: int, state: TrainState, numbers: StepMetrics, *, force: bool) -> None:
+    def _save(self, step: int, state: TrainState, numbers: StepMetrics) -> None:
         meta = {
             "stage": self._leg.name,
             "seconds": self.seconds,
@@ -270,7 +276,7 @@ class _Trainer:
             data_state=self._batches.state(),
             meta=meta,
             metric=float(np.asarray(numbers.loss)),
-            force=force,
+            force=True,
         )
 
 

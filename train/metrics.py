@@ -5,14 +5,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import tensorboardX
 
-from dsv32_jax import json_files, progress_line
+from dsv32_jax import errors, json_files, progress_line
+from dsv32_jax.convert.storage import Location
 from train import plots, progress
 
 METRICS_FILE = "metrics.jsonl"
@@ -45,7 +45,7 @@ class RunMetrics:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Location,
         cfg: MetricsConfig,
         work: progress.Work,
         *,
@@ -78,12 +78,15 @@ class RunMetrics:
         path = folder / METRICS_FILE
         kept = [row for row in json_files.read_lines(path) if row.get("step", 0) <= start_step]
         json_files.replace_text(path, "".join(map(json_files.line_of, kept)))
-        self._lines = path.open("a", encoding="utf-8", buffering=1)
+        self._lines = json_files.LineWriter(path)
         self._board = None
         if cfg.tensorboard:
-            self._board = tensorboardX.SummaryWriter(
-                str(folder / "tensorboard"), purge_step=start_step + 1
-            )
+            try:
+                self._board = tensorboardX.SummaryWriter(
+                    str(folder / "tensorboard"), purge_step=start_step + 1
+                )
+            except ImportError as error:
+                raise errors.UsageError(f"metrics.tensorboard=true in {folder}: {error}") from error
 
     def __enter__(self) -> "RunMetrics":
         """Return this object.
@@ -129,6 +132,11 @@ class RunMetrics:
         text = progress.progress_text(step, self._total_steps, numbers)
         self._line.show(text, now=step >= self._total_steps)
         return numbers
+
+    def flush(self) -> None:
+        """Have every line so far in the file, as it is to be before a checkpoint that goes on from there."""
+        if self._writes:
+            self._lines.flush()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json: the figures that a person would quote.

@@ -1,17 +1,19 @@
 """Loss curves as PNG files."""
 
+import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib import figure
 from matplotlib.backends import backend_agg
 
+from dsv32_jax.convert.storage import Location
 
-def plot_losses(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+
+def plot_losses(rows: Sequence[Mapping[str, Any]], folder: Location) -> list[Location]:
     """Draw each series whose name contains "loss" over the steps, one file a series.
 
     Uses no global state of matplotlib, so that a caller's own figures and backend stay as they are.
@@ -40,7 +42,7 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _draw(name: str, points: Sequence[tuple[int, float]], path: Path) -> None:
+def _draw(name: str, points: Sequence[tuple[int, float]], path: Location) -> None:
     steps, values = np.array(points, dtype=float).T
     picture = figure.Figure(figsize=(8, 4.5), layout="constrained")
     axes = picture.add_subplot()
@@ -48,4 +50,6 @@ def _draw(name: str, points: Sequence[tuple[int, float]], path: Path) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel(name)
     axes.grid(visible=True, alpha=0.3)
-    backend_agg.FigureCanvasAgg(picture).print_png(path)
+    png = io.BytesIO()
+    backend_agg.FigureCanvasAgg(picture).print_png(png)
+    path.write_bytes(png.getvalue())

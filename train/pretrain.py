@@ -5,7 +5,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dsv32_jax import command_line, json_files, sharding
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.errors import UsageError
 from dsv32_jax.parameters import Parameters
 from train import command, evidence, hosts, overrides, report
@@ -41,7 +41,7 @@ CONFIG_FILE, SUMMARY_FILE, REPORT_FILE = "config.json", "summary.json", "report.
 CHANGEABLE = ("mesh", "checkpoint", "metrics", "guard", "evidence", "distributed")
 
 
-def main(cfg: RunConfig, workdir: Path) -> int:
+def main(cfg: RunConfig, workdir: Location) -> int:
     """Run every stage of the config that is not done, then measure.
 
     Args:
@@ -88,7 +88,7 @@ def main(cfg: RunConfig, workdir: Path) -> int:
     return 0
 
 
-def _is_finished(cfg: RunConfig, workdir: Path) -> bool:
+def _is_finished(cfg: RunConfig, workdir: Location) -> bool:
     """Compare the config with the workdir's; write it down where nothing is trained yet or the run may go on."""
     path = workdir / CONFIG_FILE
     now = json.loads(json.dumps(overrides.to_json_dict(cfg)))
@@ -115,7 +115,7 @@ def _may_change(cfg: RunConfig, line: str) -> bool:
     return field.split(".")[0] in CHANGEABLE or field == f"{cfg.stages[-1]}.steps"
 
 
-def legs_of(cfg: RunConfig, workdir: Path, start: Start) -> list[Leg]:
+def legs_of(cfg: RunConfig, workdir: Location, start: Start) -> list[Leg]:
     """List the stages to run in order; the last one's folder is the run's.
 
     Args:
@@ -143,7 +143,7 @@ def legs_of(cfg: RunConfig, workdir: Path, start: Start) -> list[Leg]:
     ]
 
 
-def control_legs(cfg: RunConfig, workdir: Path) -> list[Leg]:
+def control_legs(cfg: RunConfig, workdir: Location) -> list[Leg]:
     """List the controls: the sparse stage's steps, rates and tokens, under other attention and without an indexer.
 
     Args:
@@ -176,7 +176,7 @@ def _run_stages(
     return results
 
 
-def _restoring(cfg: RunConfig, folder: Path, mesh: Mesh) -> Callable[[], Parameters]:
+def _restoring(cfg: RunConfig, folder: Location, mesh: Mesh) -> Callable[[], Parameters]:
     return lambda: restore_parameters(cfg, folder, mesh)
 
 
@@ -230,7 +230,7 @@ def _gather_evidence(
 
 def _write_report(
     settings: EvidenceConfig,
-    workdir: Path,
+    workdir: Location,
     layers: list[str],
     legs: list[Leg],
     figures: dict[str, float],
@@ -243,7 +243,7 @@ def _write_report(
     )
 
 
-def _show_report(workdir: Path) -> None:
+def _show_report(workdir: Location) -> None:
     """Print the report, where there is one."""
     path = workdir / REPORT_FILE
     if path.is_file() and command_line.process_index() == 0:

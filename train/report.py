@@ -1,13 +1,14 @@
 """Say what a run found: tables for the terminal and report.md, and one figure."""
 
+import io
 from collections.abc import Mapping
-from pathlib import Path
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
 from dsv32_jax import json_files
+from dsv32_jax.convert.storage import Location
 from train.evidence import GAPS, LOSSES
 from train.metrics import METRICS_FILE
 from train.recall import CHOICES
@@ -84,7 +85,7 @@ def _percent(figures: Mapping[str, float], key: str) -> str:
 
 
 def draw(
-    figures: Mapping[str, float], layers: list[str], legs: Mapping[str, Path], path: Path
+    figures: Mapping[str, float], layers: list[str], legs: Mapping[str, Location], path: Location
 ) -> None:
     """Draw losses, recall by layer and the training curves into one picture.
 
@@ -104,7 +105,9 @@ def draw(
         _draw_curve(bottom_left, legs, "lm", "training loss, nats/token", skip=("warmup",))
         _draw_curve(bottom_right, legs, "kl", "indexer KL over all layers, nats/token", skip=())
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130)
+        png = io.BytesIO()
+        figure.savefig(png, dpi=130)
+    path.write_bytes(png.getvalue())
 
 
 def _draw_losses(axes: matplotlib.axes.Axes, figures: Mapping[str, float]) -> None:
@@ -136,7 +139,7 @@ def _draw_recall(
 
 def _draw_curve(
     axes: matplotlib.axes.Axes,
-    legs: Mapping[str, Path],
+    legs: Mapping[str, Location],
     metric: str,
     label: str,
     skip: tuple[str, ...],

@@ -21,14 +21,9 @@ class StopOnSignal:
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     @property
-    def requested(self) -> bool:
-        """Whether a signal has asked the loop to stop."""
-        return self._received is not None
-
-    @property
-    def reason(self) -> str:
-        """The signal's name, such as SIGTERM, or an empty text."""
-        return "" if self._received is None else self._received.name
+    def requested(self) -> int:
+        """The number of the signal that has asked the loop to stop; 0 before one has."""
+        return 0 if self._received is None else self._received.value
 
     def __enter__(self) -> "StopOnSignal":
         """Begin to listen.

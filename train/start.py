@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from jax.sharding import Mesh
@@ -11,6 +10,8 @@ from jax.sharding import Mesh
 from dsv32_jax import parameters
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.config_json import config_from_json
+from dsv32_jax.convert import storage
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.parameters import Parameters
 from train import overrides
 from train import state as states
@@ -50,7 +51,7 @@ def find_start(cfg: RunConfig, mesh: Mesh) -> Start:
     """
     if cfg.init_from is None:
         return Start(None, lambda: parameters.initialise(cfg.model, cfg.seed, mesh))
-    folder = Path(cfg.init_from)
+    folder = storage.locate(cfg.init_from)
     if not folder.is_dir():
         raise FileNotFoundError(f"init_from={folder}: no such folder")
     if folder.name.isdecimal() and folder.parent.name == "checkpoints":
@@ -66,7 +67,7 @@ def find_start(cfg: RunConfig, mesh: Mesh) -> Start:
     return Start(done, lambda: restore_parameters(cfg, folder, mesh))
 
 
-def _check_model(cfg: RunConfig, folder: Path) -> None:
+def _check_model(cfg: RunConfig, folder: Location) -> None:
     """Refuse another model's run before anything is read, naming the fields that differ."""
     path = folder / "config.json"
     if not path.is_file():
@@ -79,7 +80,7 @@ def _check_model(cfg: RunConfig, folder: Path) -> None:
         raise ValueError(f"init_from={folder} is of another model ({changed})")
 
 
-def restore_parameters(cfg: RunConfig, folder: Path, mesh: Mesh) -> Parameters:
+def restore_parameters(cfg: RunConfig, folder: Location, mesh: Mesh) -> Parameters:
     """Read the parameters of a folder's newest whole checkpoint, without its moments.
 
     Args:

@@ -1,7 +1,5 @@
 """Read an official-layout checkpoint straight into a model."""
 
-from pathlib import Path
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,10 +9,11 @@ from dsv32_jax.convert import slots as slot_table
 from dsv32_jax.convert import source, storage, transfer
 from dsv32_jax.convert.hf_config import parse_named, read_raw, scale_format
 from dsv32_jax.convert.slots import WIDE
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.model import DeepSeekV32
 
 
-def load_official(folder: Path, cfg: ModelConfig | None = None) -> DeepSeekV32:
+def load_official(folder: Location, cfg: ModelConfig | None = None) -> DeepSeekV32:
     """Load a checkpoint in the official layout, in host memory: meant for small ones and checks.
 
     Args:

@@ -4,6 +4,8 @@ import errno
 import importlib.util
 import logging
 import os
+import shutil
+import uuid
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +23,8 @@ REMOTE_DRIVERS = {"gs://": "gcs", "s3://": "s3"}
 REMOTE_PACKAGES = {"gs://": ("gcsfs", "dsv32-jax[gcs]"), "s3://": ("s3fs", "s3fs")}
 PARTIAL_SUFFIX = ".partial"
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
+# A path of this machine, or of a bucket. `Path("gs://x")` would be a folder gs: here, so texts go through `locate`.
+type Location = Path | epath.Path
 
 
 class Written(NamedTuple):
@@ -52,6 +56,57 @@ def as_path(text: str | os.PathLike) -> epath.Path:
         if text.startswith(prefix) and not is_installed(package):
             raise errors.UsageError(f"{text} needs the package {package}: pip install '{install}'")
     return epath.Path(text) if is_remote(text) else epath.Path(Path(text).absolute())
+
+
+def locate(text: str | os.PathLike) -> Location:
+    """Return a path as people write it: one of this machine as it is, or a bucket's.
+
+    Args:
+        text: A local path, or a URL such as gs://bucket/folder, which needs the package gcsfs.
+
+    Returns:
+        The path.
+
+    Raises:
+        UsageError: If the package for the URL is not installed.
+    """
+    return as_path(text) if is_remote(text) else Path(text)
+
+
+def absolute(path: Location) -> Location:
+    """Return a path that does not depend on the working directory; epath's own takes a bucket's for a relative one."""
+    return path.absolute() if isinstance(path, Path) else path
+
+
+def size(path: Location) -> int:
+    """Return a file's bytes."""
+    return path.stat().st_size if isinstance(path, Path) else path.stat().length
+
+
+def remove_folder(path: Location) -> None:
+    """Remove a folder and all in it, if it is there."""
+    if not isinstance(path, Path):
+        path.rmtree(missing_ok=True)
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def writing_problem(folder: str | os.PathLike) -> str | None:
+    """Write, read and delete a small file; return what is wrong, or None.
+
+    Args:
+        folder: Made if need be.
+    """
+    probe = as_path(folder) / f".probe.{uuid.uuid4().hex}"
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_text("x")
+        read = probe.read_text()
+        probe.unlink()
+    except Exception as error:  # noqa: BLE001  each kind of storage has its own errors
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        return f"{folder} cannot be written: {' '.join(why.split())[:200]}"
+    return None if read == "x" else f"{folder} gave back something else than was written"
 
 
 def real_path(text: str | os.PathLike) -> epath.Path:
@@ -184,7 +239,7 @@ def find_damage(folder: epath.Path, name: str, want: Written) -> str | None:
     return None
 
 
-def read_chunks(path: epath.Path) -> Iterator[bytes]:
+def read_chunks(path: Location) -> Iterator[bytes]:
     """Yield a file's content in pieces of a few MiB."""
     with path.open("rb") as file:
         while chunk := cast(bytes, file.read(CHUNK_BYTES)):

@@ -8,8 +8,9 @@ import hashlib
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
+from dsv32_jax.convert import storage
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.encoding import markup
 from dsv32_jax.encoding.errors import EncodingError
 
@@ -59,7 +60,7 @@ Reply with nothing but JSON that this schema accepts:
 {SCHEMA}"""
 
 
-def read_tools_block(path: str | Path, *, verify: bool = True) -> str:
+def read_tools_block(path: str | Location, *, verify: bool = True) -> str:
     """Read the wording of the tools block from a checkpoint or a file.
 
     Args:
@@ -74,7 +75,9 @@ def read_tools_block(path: str | Path, *, verify: bool = True) -> str:
         FileNotFoundError: there is no such file, or the folder has no encoding module.
         EncodingError: the file holds no such block, or `verify` and it is another one.
     """
-    candidates = _read_candidates(Path(path), heading="## Tools", placeholder=TOOL_SCHEMAS)
+    candidates = _read_candidates(
+        storage.locate(path), heading="## Tools", placeholder=TOOL_SCHEMAS
+    )
     official = [block for block in candidates if _is_official_tools_block(block)]
     if not official and verify:
         digest = _digest(candidates[-1])
@@ -85,7 +88,7 @@ def read_tools_block(path: str | Path, *, verify: bool = True) -> str:
     return official[0] if official else candidates[-1]
 
 
-def read_response_format_block(path: str | Path) -> str:
+def read_response_format_block(path: str | Location) -> str:
     """Read the wording of the response-format block from a checkpoint or a file.
 
     Args:
@@ -98,7 +101,9 @@ def read_response_format_block(path: str | Path) -> str:
         FileNotFoundError: there is no such file, or the folder has no encoding module.
         EncodingError: the file holds no such block.
     """
-    return _read_candidates(Path(path), heading="## Response Format", placeholder=SCHEMA)[-1]
+    return _read_candidates(storage.locate(path), heading="## Response Format", placeholder=SCHEMA)[
+        -1
+    ]
 
 
 def fill(block: str, placeholder: str, text: str) -> str:
@@ -131,7 +136,7 @@ def _digest(block: str) -> str:
     return hashlib.sha256(block.replace(TOOL_SCHEMAS, "").encode()).hexdigest()
 
 
-def _read_candidates(path: Path, *, heading: str, placeholder: str) -> list[str]:
+def _read_candidates(path: Location, *, heading: str, placeholder: str) -> list[str]:
     """Return the readings of the first template with both marks, the likeliest last."""
     file = _file(path)
     try:
@@ -150,7 +155,7 @@ def _read_candidates(path: Path, *, heading: str, placeholder: str) -> list[str]
     return candidates
 
 
-def _file(path: Path) -> Path:
+def _file(path: Location) -> Location:
     path = path.expanduser()
     if not path.is_dir():
         if not path.is_file():

@@ -6,9 +6,9 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from dsv32_jax import command_line, load_model, tokenizer
+from dsv32_jax.convert import storage
 from dsv32_jax.generate import chat, options
 from dsv32_jax.generate.engine import Engine
 from dsv32_jax.generate.protocol import FinishEvent
@@ -68,12 +68,12 @@ def _parser() -> argparse.ArgumentParser:
         name="python -m dsv32_jax.generate", summary=SUMMARY, examples=EXAMPLES
     )
     parser.add_argument(
-        "checkpoint", metavar="CKPT", type=Path, help=f"the model: {load_model.KINDS}"
+        "checkpoint", metavar="CKPT", type=storage.locate, help=f"the model: {load_model.KINDS}"
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="text to continue; - reads it from standard input")
     what.add_argument(
-        "--messages", type=Path, metavar="FILE.json", help="a list of messages to answer"
+        "--messages", type=storage.locate, metavar="FILE.json", help="a list of messages to answer"
     )
     what.add_argument("--chat", action="store_true", help="talk at the terminal")
     parser.add_argument(
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", help="first message of --chat")
     parser.add_argument(
         "--tools-block",
-        type=Path,
+        type=storage.locate,
         metavar="PATH",
         help="text that describes tools to the model: the checkpoint's encoding/ folder or a file (default: the "
         "checkpoint's own, else this project's wording)",

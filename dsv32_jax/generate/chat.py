@@ -4,10 +4,10 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from dsv32_jax import encoding, load_model
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.encoding import markup
 from dsv32_jax.generate.engine import Engine
 from dsv32_jax.generate.protocol import TokenEvent
@@ -55,7 +55,7 @@ class Conversation:
         return encoded.ids.tolist()
 
 
-def read_messages(path: Path) -> list[dict[str, Any]]:
+def read_messages(path: Location) -> list[dict[str, Any]]:
     """Read a conversation.
 
     Args:
@@ -88,7 +88,7 @@ def read_messages(path: Path) -> list[dict[str, Any]]:
     return [messages[0] | {"tools": whole["tools"]}, *messages[1:]]
 
 
-def tools_block_of(checkpoint: Path, override: Path | None) -> str | None:
+def tools_block_of(checkpoint: Location, override: Location | None) -> str | None:
     """Return the text that describes tools to a checkpoint's model.
 
     Args:
@@ -108,7 +108,7 @@ def tools_block_of(checkpoint: Path, override: Path | None) -> str | None:
     return None if folder is None else encoding.read_tools_block(folder)
 
 
-def response_format_block_of(checkpoint: Path) -> str | None:
+def response_format_block_of(checkpoint: Location) -> str | None:
     """Return the text that describes a response's format to a checkpoint's model.
 
     Args:
@@ -124,7 +124,7 @@ def response_format_block_of(checkpoint: Path) -> str | None:
     return None if folder is None else encoding.read_response_format_block(folder)
 
 
-def _encoding_folder(checkpoint: Path) -> Path | None:
+def _encoding_folder(checkpoint: Location) -> Location | None:
     folders = (folder / "encoding" for folder in load_model.folders_beside(checkpoint))
     return next((folder for folder in folders if folder.is_dir()), None)
 

@@ -7,9 +7,9 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from dsv32_jax import command_line, errors, load_model
+from dsv32_jax.convert import storage
 from dsv32_jax.generate import chat, options
 from dsv32_jax.generate.engine import Engine
 from dsv32_jax.generate.protocol import EngineConfig
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         name="python -m dsv32_jax.serve", summary=SUMMARY, examples=EXAMPLES
     )
     add = parser.add_argument
-    add("checkpoint", metavar="CKPT", type=Path, help=f"the model: {load_model.KINDS}")
+    add("checkpoint", metavar="CKPT", type=storage.locate, help=f"the model: {load_model.KINDS}")
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     add("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (8000)")
     add("--model-name", help="what clients call the model (the checkpoint's folder name)")
@@ -73,11 +73,13 @@ def _parser() -> argparse.ArgumentParser:
     keys.add_argument(
         "--api-key", help=f"key that clients must send (${API_KEY_VARIABLE}, else none)"
     )
-    keys.add_argument("--api-key-file", type=Path, metavar="FILE", help="a file that holds the key")
+    keys.add_argument(
+        "--api-key-file", type=storage.locate, metavar="FILE", help="a file that holds the key"
+    )
     add("--thinking", action="store_true", help="let the model think where a request does not say")
     add(
         "--tools-block",
-        type=Path,
+        type=storage.locate,
         metavar="PATH",
         help="text that describes tools to the model: the checkpoint's encoding/ folder or a file (default: the "
         "checkpoint's own, else this project's wording)",

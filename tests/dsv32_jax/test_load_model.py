@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ def test_each_folder_of_a_run_gives_its_weights(run, inside, step):
 def test_the_folder_may_be_the_working_directory(run, monkeypatch):
     monkeypatch.chdir(run / "checkpoints" / "9")
 
-    assert_is_step(load_model.load_model(load_model.Path(".")), 9)
+    assert_is_step(load_model.load_model(Path(".")), 9)
 
 
 def test_the_dtype_is_the_callers_and_the_rest_of_the_config_the_runs(run):

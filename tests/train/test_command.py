@@ -112,9 +112,9 @@ def test_help_shows_the_examples_and_starts_nothing(shell):
         (("--config", "mine.py", "--optimizer.lr=1"), "fields are set as key=value, without"),
         (
             ("--config", "mine.py", "--workdir", "mine.py"),
-            "mine.py can not be written: File exists",
+            "mine.py cannot be written: File exists",
         ),
-        (("--config", "mine.py", "--workdir", "mine.py/x"), "can not be written: Not a directory"),
+        (("--config", "mine.py", "--workdir", "mine.py/x"), "cannot be written: Not a directory"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(shell, argv, message):
@@ -145,7 +145,7 @@ def test_a_folder_that_can_not_be_written_is_one_line_and_status_2(shell, read_o
     status, _, err = shell("--config", "mine.py", "--workdir", str(read_only_folder))
 
     assert status == 2
-    assert err.startswith(f"error: workdir {read_only_folder} can not be written: ")
+    assert err.startswith(f"error: workdir {read_only_folder} cannot be written: ")
     assert err.count("\n") == 1
 
 

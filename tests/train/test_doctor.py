@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dsv32_jax.convert import storage
 from train import doctor, hosts
 
 ROOT = Path(__file__).parents[2]
@@ -73,8 +74,8 @@ def test_a_port_that_is_taken_is_named(port):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    assert "cannot be written" in doctor.storage_problem(str(tmp_path / "file" / "runs"))
-    assert doctor.storage_problem(str(tmp_path / "runs")) is None
+    assert "cannot be written" in storage.writing_problem(str(tmp_path / "file" / "runs"))
+    assert storage.writing_problem(str(tmp_path / "runs")) is None
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,41 @@ from train import hosts
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
 FLOAT32_TOL = 2e-5  # sums over devices in another order
+# Appended to a config, which every process reads: one of them is killed in its second save.
+KILLED_AMID_ITS_ARRAYS = """
+import os, pathlib, signal, sys
+from orbax.checkpoint import type_handlers
+
+written, saves = type_handlers.ArrayHandler.serialize, []
+
+async def serialize(*args, **kwargs):
+    futures = await written(*args, **kwargs)
+    saves.append(futures)
+    if len(saves) == 2:
+        for future in futures:  # its own arrays are on disk then, and the step is not whole
+            future.result()
+        folder = pathlib.Path(sys.argv[sys.argv.index("--workdir") + 1])
+        assert list(folder.glob("checkpoints/4.*/state*/ocdbt.process_1*/*"))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return futures
+
+if os.environ["JAX_PROCESS_ID"] == "1":
+    type_handlers.ArrayHandler.serialize = serialize
+"""
+KILLED_BEFORE_THE_MANIFEST = """
+import os, signal
+from dsv32_jax import manifest
+
+written, saves = manifest.write_manifest, []
+
+def write_manifest(*args, **kwargs):
+    saves.append(args)
+    if len(saves) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    written(*args, **kwargs)
+
+manifest.write_manifest = write_manifest  # Orbax calls it on process 0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +65,29 @@ def config_path(tiny_run, config_text, tmp_path_factory):
 
 
 @pytest.fixture
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture
 def start(config_path, compilation_cache):
     """Return a function that starts n processes of one run, with 4 devices in all."""
     started = []
 
-    def start(n, workdir, *overrides):
+    def start(n, workdir, *overrides, config=config_path):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [sys.executable, "-m", "train.pretrain", "--config", str(config_path)]
+        command = [sys.executable, "-m", "train.pretrain", "--config", str(config)]
         command += ["--workdir", str(workdir), f"distributed={str(n > 1).lower()}", *overrides]
         for i in range(n):
             env = os.environ | {
                 "JAX_PLATFORMS": "cpu",
                 "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // n}",
                 "JAX_COMPILATION_CACHE_DIR": str(compilation_cache),
+                "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",  # as conftest.py has it here
                 "PYTHONPATH": str(ROOT),
                 hosts.ADDRESS: f"127.0.0.1:{port}",
                 hosts.COUNT: str(n),
@@ -105,20 +148,46 @@ def test_four_processes_train_as_one_and_two_go_on(start, tmp_path, losses_of, e
     assert losses_of(folder) == pytest.approx(expected, rel=FLOAT32_TOL)
 
 
-def test_a_signal_to_one_process_stops_all_of_them_at_one_step(start, tmp_path, losses_of):
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+)
+def test_a_signal_to_one_process_stops_all_of_them_at_one_step(
+    start, tmp_path, losses_of, number, status
+):
     folder = tmp_path / "run"
     processes = start(2, folder, "dense.steps=100000", "checkpoint.every_steps=10")
     wait_for(folder / "checkpoints" / "10", processes)
-    processes[1].send_signal(signal.SIGTERM)
+    processes[1].send_signal(number)
 
     texts, statuses = ends(processes)
 
-    assert statuses == [128 + signal.SIGTERM] * 2, texts
-    assert "SIGTERM at step" in texts[1]
-    assert "a signal to another process at step" in texts[0]
+    assert statuses == [status] * 2, texts
+    assert f"{number.name} at step" in texts[1]
+    assert f"{number.name} to another process at step" in texts[0]
     newest = max(int(path.name) for path in (folder / "checkpoints").iterdir())
     assert f"/{newest};" in texts[0]
     assert len(losses_of(folder)) == newest
+
+
+def test_a_sigterm_before_the_first_step_is_not_lost(free_port):
+    script = """
+import os, signal
+from dsv32_jax import command_line
+from train import hosts
+with command_line.Boundary() as boundary, command_line.sigterm_raises():
+    hosts.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("not reached")
+os._exit(boundary.status)
+"""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    env |= {hosts.ADDRESS: f"127.0.0.1:{free_port}", hosts.COUNT: "1", hosts.INDEX: "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 143, done.stderr
+    assert "stopped by SIGTERM; run the same command to go on" in done.stderr
+    assert done.stdout == ""
 
 
 def test_the_others_say_that_a_process_is_gone(start, tmp_path):
@@ -133,6 +202,36 @@ def test_the_others_say_that_a_process_is_gone(start, tmp_path):
     assert time.monotonic() - began < 150
     assert processes[0].returncode != 0
     assert "a process of this run is gone; start all of them again" in text
+
+
+@pytest.mark.parametrize(
+    ("victim", "killing", "async_save"),
+    [(1, KILLED_AMID_ITS_ARRAYS, True), (0, KILLED_BEFORE_THE_MANIFEST, False)],
+    ids=["amid the arrays", "before the manifest"],
+)
+def test_a_process_killed_in_a_save_costs_that_save_alone(
+    start, config_path, tmp_path, losses_of, expected, victim, killing, async_save
+):
+    folder, config = tmp_path / "run", tmp_path / "killed.py"
+    config.write_text(config_path.read_text() + killing)
+    saving = f"checkpoint.async_save={str(async_save).lower()}"
+    processes = start(2, folder, "dense.steps=6", saving, config=config)
+    processes[victim].wait(timeout=TIMEOUT_S)
+    began = time.monotonic()
+
+    texts, statuses = ends(processes)
+
+    assert time.monotonic() - began < 120
+    assert statuses[victim] == -signal.SIGKILL
+    assert statuses[1 - victim] not in (0, -signal.SIGKILL)
+    assert "another task died" in texts[1 - victim]  # jax's own words
+    assert [path.name for path in folder.glob("checkpoints/*[0-9]")] == ["2"]
+
+    texts, statuses = ends(start(2, folder, "dense.steps=6"))
+
+    assert statuses == [0, 0], texts
+    assert "resumed at step 2" in texts[0]
+    assert losses_of(folder) == pytest.approx(expected, rel=FLOAT32_TOL)
 
 
 @pytest.mark.parametrize(

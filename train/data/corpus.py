@@ -155,7 +155,13 @@ def token_paths_of(source: config.Source) -> list[pathlib.Path]:
             f"source {source.path!r} mixes token files with text ({tokens[0].name}, {text.name});"
             " name one kind with a glob"
         )
-    return tokens
+    local = [path for path in tokens if isinstance(path, pathlib.Path)]
+    if len(local) < len(tokens):
+        raise ValueError(
+            f"source {source.path!r}: token files are read from a file system, not from a bucket;"
+            " copy them to every host, or mount the bucket (gcsfuse)"
+        )
+    return local
 
 
 def encode_documents(

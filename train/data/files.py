@@ -4,6 +4,11 @@ import glob
 import pathlib
 from typing import Literal
 
+from etils.epath import backend
+
+from dsv32_jax.convert import storage
+from dsv32_jax.convert.storage import Location
+
 FileFormat = Literal["text", "jsonl", "parquet", "tokens"]
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # suffix -> pyarrow's name
@@ -28,7 +33,7 @@ _SUFFIXES: tuple[tuple[FileFormat, tuple[str, ...]], ...] = (
 )
 
 
-def file_format(path: pathlib.Path) -> FileFormat | None:
+def file_format(path: Location) -> FileFormat | None:
     """Tell a file's format by its suffix.
 
     Args:
@@ -41,7 +46,7 @@ def file_format(path: pathlib.Path) -> FileFormat | None:
     return next((form for form, suffixes in _SUFFIXES if name.endswith(suffixes)), None)
 
 
-def list_files(path: str) -> list[pathlib.Path]:
+def list_files(path: str) -> list[Location]:
     """List the files of a file, folder or glob, sorted by path.
 
     A folder is searched recursively; hidden entries and unknown suffixes in it are passed over.
@@ -49,7 +54,7 @@ def list_files(path: str) -> list[pathlib.Path]:
     as a glob.
 
     Args:
-        path: the file, folder or glob; `~` is expanded.
+        path: the file, folder or glob, of a bucket too (gs://); `~` is expanded.
 
     Returns:
         at least one file.
@@ -58,14 +63,13 @@ def list_files(path: str) -> list[pathlib.Path]:
         FileNotFoundError: there is no such path, or the glob matches no file.
         ValueError: a named file has an unknown suffix, or a folder holds no known file.
     """
-    root = pathlib.Path(path).expanduser()
+    root = storage.locate(path).expanduser()
     if root.is_dir():
         return _files_of_folder(root)
     if root.exists():
         files = [root]
     elif glob.has_magic(path):
-        matches = glob.glob(str(root), recursive=True)
-        files = sorted(file for file in map(pathlib.Path, matches) if file.is_file())
+        files = sorted(file for file in _matches(root) if file.is_file())
         if not files:
             raise FileNotFoundError(f"source {path!r}: the glob matches no file")
     else:
@@ -76,14 +80,25 @@ def list_files(path: str) -> list[pathlib.Path]:
     return files
 
 
-def _files_of_folder(root: pathlib.Path) -> list[pathlib.Path]:
-    files = [
-        file
-        for file in sorted(root.rglob("*"))
-        if file_format(file) is not None
-        and file.is_file()
-        and not any(part.startswith(".") for part in file.relative_to(root).parts)
-    ]
+def _matches(pattern: Location) -> list[Location]:
+    if isinstance(pattern, pathlib.Path):
+        return [pathlib.Path(name) for name in glob.glob(str(pattern), recursive=True)]
+    # epath's own glob refuses **
+    return [storage.locate(name) for name in backend.fsspec_backend.glob(str(pattern))]
+
+
+def _files_of_folder(root: Location) -> list[Location]:
+    if isinstance(root, pathlib.Path):
+        files = [
+            file
+            for file in sorted(root.rglob("*"))
+            if file_format(file) is not None
+            and file.is_file()
+            and not any(part.startswith(".") for part in file.relative_to(root).parts)
+        ]
+    else:
+        names = (root / name for name in storage.file_names(root))
+        files = sorted(file for file in names if file_format(file) is not None)
     if not files:
         raise ValueError(f"{root}: the folder holds no file with one of {_known_suffixes()}")
     return files

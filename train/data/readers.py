@@ -1,9 +1,10 @@
 """Read the documents of a source, whatever its files' formats."""
 
 import io
-import pathlib
 from collections.abc import Iterator
 
+from dsv32_jax.convert import storage
+from dsv32_jax.convert.storage import Location
 from train.data import config, documents, files, jsonl, parquet, stdlib, text_files
 
 
@@ -29,7 +30,7 @@ class SourceReader:
         """Return the stored size of all files, or None for a built-in corpus."""
         if self._source.path in config.BUILT_IN:
             return None
-        return sum(file.stat().st_size for file in self._files)
+        return sum(storage.size(file) for file in self._files)
 
     def __iter__(self) -> Iterator[documents.Document]:
         """Yield each document.
@@ -50,12 +51,12 @@ class SourceReader:
                 for document in read_file(raw, path=path, text_field=self._source.text_field):
                     self.bytes_read = done + raw.tell()
                     yield document
-            done += path.stat().st_size
+            done += storage.size(path)
             self.bytes_read = done
 
 
 def read_file(
-    raw: io.BufferedIOBase, *, path: pathlib.Path, text_field: str
+    raw: io.BufferedIOBase, *, path: Location, text_field: str
 ) -> Iterator[documents.Document]:
     """Read the documents of one open file.
 
@@ -85,14 +86,16 @@ def read_file(
         raise ValueError(f"{path}: cannot be read: {error}") from error
 
 
-def _open(path: pathlib.Path) -> io.BufferedIOBase:
+def _open(path: Location) -> io.BufferedIOBase:
     try:
-        return path.open("rb")
+        file = path.open("rb")
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ValueError(f"{path}: cannot be read: {storage.reason(error)}") from error
+    # What reads from a bucket is no BufferedIOBase, which the readers of formats ask for.
+    return file if isinstance(file, io.BufferedIOBase) else io.BufferedReader(file)
 
 
-def _decompress(raw: io.BufferedIOBase, path: pathlib.Path) -> io.BufferedIOBase:
+def _decompress(raw: io.BufferedIOBase, path: Location) -> io.BufferedIOBase:
     codec = files.COMPRESSIONS.get(path.suffix.lower())
     if codec is None:
         return raw

@@ -15,6 +15,8 @@ from jaxtyping import Int32
 
 from dsv32_jax import command_line
 from dsv32_jax import tokenizer as tokenizers
+from dsv32_jax.convert import storage
+from dsv32_jax.convert.storage import Location
 from train.data import config, corpus, documents, readers, token_files
 
 SECONDS_PER_LINE = 2.0  # between two lines of progress
@@ -88,7 +90,7 @@ class Progress:
 
 
 def open_sources(
-    sources: Sequence[config.Source], folder: pathlib.Path, shard_tokens: int
+    sources: Sequence[config.Source], folder: Location, shard_tokens: int
 ) -> list[readers.SourceReader]:
     """Check a request before any work is done.
 
@@ -107,6 +109,10 @@ def open_sources(
     """
     if shard_tokens < 1:
         raise ValueError(f"shard_tokens={shard_tokens} must be at least 1")
+    if not isinstance(folder, pathlib.Path):
+        raise ValueError(
+            f"{folder}: token files are written to a file system; copy them to the bucket"
+        )
     if folder.exists():
         raise FileExistsError(f"{folder} exists; name a new folder, or delete it first")
     for source in sources:
@@ -210,7 +216,7 @@ def _parser() -> command_line.Parser:
         summary=SUMMARY,
         examples=EXAMPLES,
     )
-    parser.add_argument("folder", type=pathlib.Path, help="a new folder for the token files")
+    parser.add_argument("folder", type=storage.locate, help="a new folder for the token files")
     parser.add_argument(
         "sources", nargs="*", default=[config.STDLIB], help="files, folders or globs (stdlib)"
     )
