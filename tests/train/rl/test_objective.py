@@ -241,19 +241,22 @@ def test_equal_policies_have_a_ratio_of_one_and_the_policy_gradient():
 
 
 def test_a_clipped_token_has_no_policy_gradient_and_is_counted():
-    logp = jnp.log(jnp.asarray([[0.9, 0.5, 0.1], [0.9, 0.5, 0.1]]))
-    old = jnp.log(jnp.full((2, 3), 0.5))  # ratios 1.8, 1 and 0.2
+    logp = jnp.log(jnp.asarray([[0.9, 0.5, 0.1, 0.1]] * 2))
+    old = jnp.log(jnp.full((2, 4), 0.5))  # ratios 1.8, 1 and 0.2
     one = jnp.ones(2)
     given = Responses(
-        old, old, None, jnp.ones((2, 3), bool), jnp.asarray([1.0, -1.0]), one, 0 * one
+        old, old, None, jnp.ones((2, 4), bool), jnp.asarray([1.0, -1.0]), one, 0 * one
     )
 
     grad, figures = jax.grad(
         lambda x: objective.grpo_loss(x, given, delta=None, **CLIP), has_aux=True
     )(logp)
 
-    assert (np.asarray(grad) == 0).tolist() == [[True, False, False], [False, False, True]]
-    assert figures.clipped == 2
+    assert (np.asarray(grad) == 0).tolist() == [
+        [True, False, False, False],
+        [False, False, True, True],
+    ]
+    assert figures.clipped == 3
 
 
 def test_each_tokens_kl_has_the_ratio_of_that_token_alone():
