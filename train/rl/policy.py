@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from dsv32_jax import compiling, parameters, segments
 from dsv32_jax.config import ModelConfig
-from dsv32_jax.parameters import Arrays, Parameters
+from dsv32_jax.parameters import Parameters
 from train import head
 from train.rl.packing import Packed, take_responses
 
@@ -81,13 +81,3 @@ def make_score(
     """Return `score` under jit; equal arguments return the same function."""
     run = functools.partial(score, cfg, replay=replay, kept=kept)
     return jax.jit(run, compiler_options=compiling.compiler_options())
-
-
-def is_trained(name: str) -> bool:
-    """Tell whether reinforcement learning moves a weight: all but indexers and the MTP module."""
-    return not parameters.is_indexer(name) and not name.startswith("mtp.")
-
-
-def trained(weights: Arrays) -> Arrays:
-    """Return the weights that move."""
-    return {name: value for name, value in weights.items() if is_trained(name)}

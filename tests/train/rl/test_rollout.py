@@ -1,46 +1,13 @@
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 
-from dsv32_jax import config, parameters
-from dsv32_jax.cache import CacheConfig
-from dsv32_jax.generate.engine import Engine
-from dsv32_jax.generate.protocol import EngineConfig
+from dsv32_jax import parameters
 from dsv32_jax.generate.sampling import SamplingParams
 from train.rl import packing, policy, rollout
 
 ROW = 64
 LOG_P_TOL = 2e-4  # float32 through a cache and in one pass, at temperatures near 1
-
-
-@pytest.fixture(scope="module")
-def cfg():
-    tiny = config.tiny()
-    return dataclasses.replace(tiny, indexer=dataclasses.replace(tiny.indexer, topk=8))
-
-
-@pytest.fixture(scope="module")
-def params(cfg):
-    """Weights large enough that a policy prefers some tokens."""
-    rng = np.random.default_rng(0)
-    drawn = parameters.abstract(cfg)
-
-    def fill(name, leaf):
-        one = "norm" in name and name.endswith("weight")
-        return (one + 0.25 * rng.normal(size=leaf.shape)).astype(leaf.dtype)
-
-    groups = [{n: fill(n, a) for n, a in group.items()} for group in drawn]
-    return parameters.Parameters(*jax.tree.map(jax.numpy.asarray, groups))
-
-
-def make_engine(cfg, params, **changes):
-    options = {"n_slots": 3, "max_len": 40, "prefill_chunk": 8, "max_waiting": 2, "keep_sets": True}
-    cache = CacheConfig(n_pages=40, page_size=4, keep_experts=True)
-    return Engine(
-        parameters.assemble(cfg, params), EngineConfig(cache=cache, **{**options, **changes})
-    )
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +24,8 @@ def requests(cfg):
 
 
 @pytest.fixture(scope="module")
-def rollouts(cfg, params, requests):
-    found = dict(rollout.sample(make_engine(cfg, params), requests, version=7))
+def rollouts(make_engine, params, requests):
+    found = dict(rollout.sample(make_engine(params), requests, version=7))
     return [found[i] for i in range(len(requests))]
 
 
@@ -131,9 +98,9 @@ def test_other_rows_and_padding_change_nothing(cfg, params, rollouts, packed):
 
 
 def test_the_same_seeds_draw_the_same_rollouts_after_the_weights_were_elsewhere(
-    cfg, params, requests, rollouts
+    cfg, make_engine, params, requests, rollouts
 ):
-    engine = make_engine(cfg, params)
+    engine = make_engine(params)
     other = jax.tree.map(lambda x: 0.9 * x, params)
     engine.replace_model(parameters.assemble(cfg, other))
     away = dict(rollout.sample(engine, requests, version=1))
@@ -147,8 +114,8 @@ def test_the_same_seeds_draw_the_same_rollouts_after_the_weights_were_elsewhere(
     assert any(not np.array_equal(away[i].tokens, r.tokens) for i, r in enumerate(rollouts))
 
 
-def test_weights_are_not_replaced_under_a_running_request(cfg, params):
-    engine = make_engine(cfg, params)
+def test_weights_are_not_replaced_under_a_running_request(cfg, make_engine, params):
+    engine = make_engine(params)
     engine.submit([1, 2], SamplingParams())
 
     with pytest.raises(RuntimeError, match="only be replaced while there is no request"):
@@ -164,9 +131,9 @@ def test_weights_are_not_replaced_under_a_running_request(cfg, params):
     ],
 )
 def test_settings_that_would_falsify_the_ratio_are_refused(
-    cfg, params, setting, keep_sets, message
+    make_engine, params, setting, keep_sets, message
 ):
-    engine = make_engine(cfg, params, keep_sets=keep_sets)
+    engine = make_engine(params, keep_sets=keep_sets)
 
     with pytest.raises(ValueError, match=message):
         next(rollout.sample(engine, [([1], SamplingParams(**setting))], version=0))
