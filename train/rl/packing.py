@@ -69,7 +69,12 @@ def plan_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:
 
 
 def pack(
-    rollouts: Sequence[Rollout], rows: Sequence[Sequence[int]], *, n_rows: int, row_length: int
+    rollouts: Sequence[Rollout],
+    rows: Sequence[Sequence[int]],
+    *,
+    n_rows: int,
+    row_length: int,
+    max_tokens: int = 1,
 ) -> Packed:
     """Lay rollouts out as a microbatch.
 
@@ -80,6 +85,7 @@ def pack(
         rows: Which of them each row holds, see `plan_rows`.
         n_rows: Rows of the microbatch, at least as many; further ones are padding.
         row_length: Tokens of a row.
+        max_tokens: O is at least this, so that shorter responses have the same shape.
 
     Returns:
         numpy arrays.
@@ -90,7 +96,7 @@ def pack(
     """
     chosen = [rollouts[i] for row in rows for i in row]
     shape = (n_rows, _round_up(max((len(row) for row in rows), default=1)))
-    width = _round_up(max((r.n_drawn for r in chosen), default=1))
+    width = _round_up(max([max_tokens, *(r.n_drawn for r in chosen)]))
     arrays: dict[str, Any] = {
         "tokens": np.zeros((n_rows, row_length), np.int32),
         "segment_ids": np.zeros((n_rows, row_length), np.int32),

@@ -295,10 +295,14 @@ class Learner:
         rows = packing.plan_rows([len(r.tokens) for r in lessons.rollouts], cfg.row_length)
         for first in range(0, len(rows), cfg.rows):
             part = rows[first : first + cfg.rows]
-            yield (
-                packing.pack(lessons.rollouts, part, n_rows=cfg.rows, row_length=cfg.row_length),
-                lessons,
+            packed = packing.pack(
+                lessons.rollouts,
+                part,
+                n_rows=cfg.rows,
+                row_length=cfg.row_length,
+                max_tokens=self._max_tokens,
             )
+            yield packed, lessons
 
     def _targets(
         self, params: Parameters, reference: Parameters | None, packed: Packed, lessons: Lessons

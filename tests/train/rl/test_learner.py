@@ -121,24 +121,3 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_told(state):
         jax.tree.leaves((after.parameters, after.opt_state)), jax.tree.leaves(before), strict=True
     ):
         np.testing.assert_array_equal(got, want)
-
-
-def test_rewarded_tokens_become_more_likely(cfg, make_engine, params, state):
-    engine, run = make_engine(params), learner.make_gradients(cfg, OBJECTIVE)
-    update = learner.make_update(dataclasses.replace(ADAM, weight_decay=0.0))
-    means = []
-    for step in range(6):
-        engine.replace_model(parameters.assemble(cfg, state.parameters))
-        requests = [
-            ([1, 2, 3], SamplingParams(seed=100 * step + i, max_tokens=6)) for i in range(8)
-        ]
-        found = dict(rollout.sample(engine, requests, version=step))
-        drawn = [found[i] for i in range(8)]
-        rewards = jnp.asarray([np.mean(r.response < cfg.vocab_size // 2) for r in drawn])
-        means.append(float(rewards.mean()))
-        packed = pack(drawn, packing.plan_rows([len(r.tokens) for r in drawn], ROW), 4)
-        advantages = objective.advantages(rewards)
-        grads, _ = run(state.parameters, packed, targets_of(packed, advantages, np.full(8, 1 / 8)))
-        state, _ = update(state, grads, RATES)
-
-    assert np.mean(means[-2:]) > means[0] + 0.2
