@@ -148,7 +148,7 @@ class Sampler:
                 group = grouping.make_group(task.domain, drawn[part], rewards[part])
                 counts["without_group"] += group is None
                 if group is not None:
-                    counts["degenerate"] += 0
+                    counts["degenerate"] += group.is_degenerate
                     if cfg.rounds == 1 or not group.is_degenerate:
                         groups.append(group)
             if len(groups) >= cfg.prompts:

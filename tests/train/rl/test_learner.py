@@ -1,5 +1,3 @@
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ from dsv32_jax import parameters
 from dsv32_jax.generate.sampling import SamplingParams
 from train import state as states
 from train.optimizer import AdamConfig, Rates, make_optimizer
-from train.rl import learner, objective, packing, rollout
+from train.rl import learner, packing, rollout
 from train.rl.learner import Targets
 from train.rl.objective import ObjectiveConfig
 
