@@ -145,6 +145,16 @@ class Engine:
             raise RuntimeError("weights can only be replaced while there is no request")
         with sharding.on_mesh(self._mesh):
             self._decoder = decoders.from_model(model)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the rows of earlier texts, so that what comes next depends on nothing before, to the last bit.
+
+        Raises:
+            RuntimeError: A request is running or waiting.
+        """
+        if self.has_work:
+            raise RuntimeError("rows can only be forgotten while there is no request")
         self._pool = self._new_pool()
 
     def _new_pool(self) -> PagePool:

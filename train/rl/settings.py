@@ -117,3 +117,67 @@ class LearnerConfig:
             self.optimizer.indexer is None,
             "learner.optimizer.indexer must not be given: the indexers are fixed",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateConfig:
+    """The comparison of sampler and learner before a run goes on.
+
+    Attributes:
+        prompts: Prompts whose responses are compared.
+        tolerance: Nats by which a token's log-probabilities may differ.
+        share: Of the tokens, that may differ by more: rounding may flip a key at the edge of the selection.
+    """
+
+    prompts: int
+    tolerance: float
+    share: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        require(self.prompts >= 1, f"prompts={self.prompts} must be at least 1")
+        require(self.tolerance > 0, f"tolerance={self.tolerance} must be positive")
+        require(0 <= self.share < 1, f"share={self.share} must be in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlConfig:
+    """A run of reinforcement learning.
+
+    Attributes:
+        steps: Steps.
+        rollouts: How responses are drawn.
+        learner: How it learns from them.
+        gate: What is compared first.
+        evaluate_every: Steps between evaluations on the held-out tasks; the first and the last step have one too.
+        evaluate_tasks: Held-out tasks.
+        samples_every: Steps between examples that are written down.
+    """
+
+    steps: int
+    rollouts: RolloutConfig
+    learner: LearnerConfig
+    gate: GateConfig
+    evaluate_every: int
+    evaluate_tasks: int
+    samples_every: int = 10
+
+    def __post_init__(self) -> None:
+        """Check ranges, and what must fit each other."""
+        for name in ("steps", "evaluate_every", "evaluate_tasks", "samples_every"):
+            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+        longest = self.rollouts.max_len
+        require(
+            self.learner.row_length >= longest,
+            f"learner.row_length={self.learner.row_length} must hold the longest prompt and response, {longest}",
+        )
+        require(
+            self.learner.keep_sampling_mask or not self.rollouts.cuts or self.gate.share > 0,
+            "learner.keep_sampling_mask=false with top_p or top_k cannot agree with the sampler: set gate.share",
+        )
+        late = self.learner.minibatches > 1 or self.rollouts.staleness > 0
+        require(
+            late or self.learner.objective.off_policy_delta is None,
+            "learner.objective.off_policy_delta has no effect where every response is learned from once and at once:"
+            " set it to None, or set minibatches or staleness",
+        )

@@ -181,6 +181,7 @@ class Sampler:
             (task.prompt, self._rollouts.params(seed=int(seed)))
             for task, seed in zip(asked, seeds, strict=True)
         ]
+        self._engine.forget()  # a resumed run draws the same
         found = dict(rollout.sample(self._engine, requests, version=self._version))
         return [found[i] for i in range(len(asked))]
 
