@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dsv32_jax import cache, layers, sharding
 from dsv32_jax.config import ModelConfig
@@ -23,6 +23,7 @@ class LayerStats(NamedTuple):
         load: float32 [E], tokens per expert.
         probe: Whatever the probe returned.
         hidden: [B, T, D], the residual stream after the layer, in the model's dtype.
+        rerouted: float32 [], choices of the gate that given experts replaced.
     """
 
     kl: Array | None = None
@@ -30,6 +31,7 @@ class LayerStats(NamedTuple):
     load: Array | None = None
     probe: Any = None
     hidden: Array | None = None
+    rerouted: Array | None = None
 
 
 class Block(nnx.Module):
@@ -67,6 +69,7 @@ class Block(nnx.Module):
         indexer_loss: bool = False,
         probe: Probe | None = None,
         keep_hidden: bool = False,
+        experts: Int[Array, "B T A"] | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerStats]:
         """Apply attention and feed-forward.
 
@@ -77,6 +80,7 @@ class Block(nnx.Module):
             indexer_loss: Also sum the indexer's KL.
             probe: Measures the opened attention.
             keep_hidden: Also return the rounded stream.
+            experts: In place of the gate's own choice, see `Gate`; of an expert layer.
 
         Returns:
             (float32 stream, the layer's statistics).
@@ -85,11 +89,13 @@ class Block(nnx.Module):
         out, kl_BT, measured = self.attn(
             x, documents, mode=mode, indexer_loss=indexer_loss, probe=probe
         )
-        stream_BTD, routing = self._feed_forward(self._add(stream_BTD, out), documents)
-        balance, load = (None, None) if routing is None else (routing.balance, routing.load)
+        stream_BTD, routing = self._feed_forward(self._add(stream_BTD, out), documents, experts)
+        balance = load = rerouted = None
+        if routing is not None:
+            balance, load, rerouted = routing.balance, routing.load, routing.rerouted
         kl = None if kl_BT is None else jnp.sum(jnp.where(documents.valid, kl_BT, 0.0))
         hidden = stream_BTD.astype(self.dtype) if keep_hidden else None
-        return stream_BTD, LayerStats(kl, balance, load, measured, hidden)
+        return stream_BTD, LayerStats(kl, balance, load, measured, hidden, rerouted)
 
     def extend(
         self,
@@ -120,12 +126,14 @@ class Block(nnx.Module):
             layer = cache.write_experts(layer, view.rows(view.position), routing.experts)
         return stream_BTD, layer
 
-    def _feed_forward(self, stream: Array, documents: Segments) -> tuple[Array, Routing | None]:
+    def _feed_forward(
+        self, stream: Array, documents: Segments, experts: Array | None = None
+    ) -> tuple[Array, Routing | None]:
         x = self.ffn_norm(stream).astype(self.dtype)
         if self.moe is None:
             assert self.ffn is not None
             return self._add(stream, self.ffn(x)), None
-        out, routing = self.moe(x, documents)
+        out, routing = self.moe(x, documents, experts)
         return self._add(stream, out), routing
 
     def _add(self, stream: Array, delta: Array) -> Array:

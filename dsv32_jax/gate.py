@@ -26,12 +26,14 @@ class Routing(NamedTuple):
         gates: float32 [B, T, A], their weights.
         load: float32 [E], tokens sent to each expert; padding is not counted.
         balance: float32 [], sum over documents of (tokens x balance loss), before alpha.
+        rerouted: float32 [], choices of the gate that the given experts replaced; None where none were given.
     """
 
     experts: Int[Array, "B T A"]
     gates: Float[Array, "B T A"]
     load: Float[Array, " E"]
     balance: Float[Array, ""]
+    rerouted: Float[Array, ""] | None
 
 
 class Gate(nnx.Module):
@@ -51,7 +53,12 @@ class Gate(nnx.Module):
         self.bias = RouterBias(jnp.zeros(cfg.moe.n_experts, jnp.float32))
         self.cfg = cfg.moe
 
-    def __call__(self, x_BTD: Float[Array, "B T D"], documents: Segments) -> Routing:
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        documents: Segments,
+        experts: Int[Array, "B T A"] | None = None,
+    ) -> Routing:
         """Route each token, in float32.
 
         `s = sigmoid(x W)`; the experts are the top A of `s + bias` within the best groups, their gates are
@@ -60,6 +67,8 @@ class Gate(nnx.Module):
         Args:
             x_BTD: Tokens.
             documents: The documents, for the balance loss and the load.
+            experts: int32, experts to take in place of the gate's own choice, as a sampler took them; -1 leaves the
+                token's choice to the gate. Their weights come from the scores here, which so have their gradients.
 
         Returns:
             The routing.
@@ -69,12 +78,17 @@ class Gate(nnx.Module):
         )
         bias_E = jax.lax.stop_gradient(self.bias[...])
         experts_BTA = select_experts(jax.lax.stop_gradient(scores_BTE) + bias_E, self.cfg)
+        rerouted = None
+        if experts is not None:
+            given_BTA = jnp.where(experts >= 0, experts, experts_BTA)
+            rerouted = _count_new(given_BTA, experts_BTA, documents.valid)
+            experts_BTA = given_BTA
         gates_BTA = jnp.take_along_axis(scores_BTE, experts_BTA, axis=-1)
         if self.cfg.normalize_gates:
             gates_BTA /= jnp.sum(gates_BTA, axis=-1, keepdims=True) + MIN_GATE_SUM
         load_E = jnp.sum(_counts(experts_BTA, self.cfg.n_experts, documents.valid), axis=(0, 1))
         balance = balance_sum(scores_BTE, self.cfg, documents)
-        return Routing(experts_BTA, gates_BTA * self.cfg.route_scale, load_E, balance)
+        return Routing(experts_BTA, gates_BTA * self.cfg.route_scale, load_E, balance, rerouted)
 
 
 def select_experts(biased_BTE: Float[Array, "B T E"], cfg: MoEConfig) -> Int[Array, "B T A"]:
@@ -94,6 +108,12 @@ def select_experts(biased_BTE: Float[Array, "B T E"], cfg: MoEConfig) -> Int[Arr
         kept_BTG = jnp.any(chosen[..., None] == jnp.arange(cfg.n_groups), axis=-2)
         biased_BTE = jnp.where(kept_BTG[..., None], groups_BTGE, -jnp.inf).reshape(biased_BTE.shape)
     return jax.lax.top_k(biased_BTE, cfg.n_active)[1].astype(jnp.int32)
+
+
+def _count_new(given_BTA: Array, chosen_BTA: Array, valid_BT: Array) -> Float[Array, ""]:
+    """Count the given experts of valid tokens that were not chosen."""
+    known_BTA = jnp.any(given_BTA[..., None] == chosen_BTA[..., None, :], axis=-1)
+    return jnp.sum(~known_BTA & valid_BT[..., None], dtype=jnp.float32)
 
 
 def _counts(experts_BTA: Array, n_experts: int, valid_BT: Array) -> Float[Array, "B T E"]:

@@ -68,6 +68,7 @@ class DeepSeekV32(nnx.Module):
         indexer_loss: bool = False,
         probe: Probe | None = None,
         keep_hidden: bool = False,
+        experts: Int[Array, "L B T A"] | None = None,
     ) -> ModelOutput:
         """Run the layers; apply `logits` to the result.
 
@@ -80,20 +81,29 @@ class DeepSeekV32(nnx.Module):
             indexer_loss: Also sum each layer's indexer KL over the keys attended to.
             probe: Called on every layer's opened attention; results come back stacked in the statistics.
             keep_hidden: Also return the residual stream after every main layer.
+            experts: int32, experts that the main model's expert layers take in place of their gates' own choice, as a
+                sampler reported them; -1 leaves a token's choice to the gate. The MTP layer has no part in it.
 
         Returns:
             The output.
 
         Raises:
-            ValueError: If `run_mtp` is asked of a model without MTP.
+            ValueError: If `run_mtp` is asked of a model without MTP, or experts are not given for each expert layer.
         """
         if run_mtp and self.mtp is None:
             raise ValueError("run_mtp=True needs a model with mtp=True")
+        if experts is not None and len(experts) != self.cfg.n_moe_layers:
+            raise ValueError(
+                f"experts are of {len(experts)} layers, the model has {self.cfg.n_moe_layers} with experts"
+            )
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
         documents = segments.from_ids(segment_ids)
 
-        def run_layer(stream: Array, layer: Block) -> tuple[Array, LayerStats]:
+        def run_layer(
+            stream: Array, layer_and_experts: tuple[Block, Array | None]
+        ) -> tuple[Array, LayerStats]:
+            layer, chosen = layer_and_experts
             return layer(
                 stream,
                 documents,
@@ -101,12 +111,13 @@ class DeepSeekV32(nnx.Module):
                 indexer_loss=indexer_loss,
                 probe=probe,
                 keep_hidden=keep_hidden,
+                experts=chosen,
             )
 
         with jax.default_matmul_precision(FLOAT32_PRODUCTS):
             stream = self._embed(tokens).astype(jnp.float32)
-            stream, dense = _scan(run_layer, stream, self.dense_layers, self.cfg)
-            stream, moe = _scan(run_layer, stream, self.moe_layers, self.cfg)
+            stream, dense = _scan(run_layer, stream, self.dense_layers, None, self.cfg)
+            stream, moe = _scan(run_layer, stream, self.moe_layers, experts, self.cfg)
             hidden = self.norm(stream).astype(self.cfg.dtype)
             mtp_hidden = mtp = None
             if run_mtp:
@@ -158,13 +169,17 @@ def _stack(cfg: ModelConfig, n_layers: int, moe: bool, rngs: nnx.Rngs) -> Block 
 
 
 def _scan(
-    run_layer: Callable, stream: Array, stacked: Block | None, cfg: ModelConfig
+    run_layer: Callable,
+    stream: Array,
+    stacked: Block | None,
+    experts: Array | None,
+    cfg: ModelConfig,
 ) -> tuple[Array, LayerStats | None]:
-    """Run stacked layers one after the other."""
+    """Run stacked layers one after the other, each with its own given experts."""
     if stacked is None:
         return stream, None
     return jax.lax.scan(
-        _rematerialised(run_layer, cfg.remat), stream, stacked, unroll=cfg.scan_unroll
+        _rematerialised(run_layer, cfg.remat), stream, (stacked, experts), unroll=cfg.scan_unroll
     )
 
 

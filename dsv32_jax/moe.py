@@ -41,18 +41,22 @@ class MoE(nnx.Module):
         self.shared = layers.FeedForward(dim, moe.n_shared * moe.expert_dim, std, rngs=rngs)
 
     def __call__(
-        self, x_BTD: Float[Array, "B T D"], documents: Segments
+        self,
+        x_BTD: Float[Array, "B T D"],
+        documents: Segments,
+        experts: Int[Array, "B T A"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Routing]:
         """Apply the shared expert and each token's routed experts, summed in float32.
 
         Args:
             x_BTD: Tokens.
             documents: The documents, for the gate's statistics.
+            experts: In place of the gate's own choice, see `Gate`.
 
         Returns:
             (output in the dtype of `x_BTD`, the routing).
         """
-        routing = self.gate(x_BTD, documents)
+        routing = self.gate(x_BTD, documents, experts)
         weights = (self.w1[...], self.w3[...], self.w2[...])
         routed_BTD = _sharded_experts(x_BTD, routing, weights, self.cfg)
         out_BTD = routed_BTD + self.shared(x_BTD).astype(jnp.float32)

@@ -2,15 +2,13 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv32_jax import segments, sharding
 from dsv32_jax.block import LayerStats
-from dsv32_jax.model import FLOAT32_PRODUCTS, DeepSeekV32, ModelOutput
-
-VOCAB_CHUNK = 16384  # logits of more columns than this are never alive at once
+from dsv32_jax.model import DeepSeekV32, ModelOutput
+from train import head
 
 
 class Batch(NamedTuple):
@@ -76,55 +74,6 @@ def weights(segment_ids: Int[Array, "B T"]) -> LossWeights:
     return LossWeights(count(one), count(two), tokens, tokens)
 
 
-def cross_entropy(
-    hidden_ND: Float[Array, "N D"], head_DV: Float[Array, "D V"], targets_N: Int[Array, " N"]
-) -> Float[Array, " N"]:
-    """Return the cross-entropy of each row, in float32, over chunks of the vocabulary.
-
-    `logsumexp_v(h . W[:, v]) - h . W[:, target]`. A chunk holds the columns v with the same v mod n_chunks, so that a
-    vocabulary sharded in contiguous pieces stays sharded; the backward pass recomputes each chunk's logits.
-
-    Args:
-        hidden_ND: Rows the head reads, any float dtype; the product is float32.
-        head_DV: float32 head.
-        targets_N: int32 in [0, V).
-
-    Returns:
-        float32, nats.
-    """
-    vocab = head_DV.shape[1]
-    n_chunks = -(-vocab // VOCAB_CHUNK)
-    padded = -(-vocab // n_chunks) * n_chunks
-    head_DV = jnp.pad(head_DV.astype(jnp.float32), ((0, 0), (0, padded - vocab)))
-    head_CDW = jnp.moveaxis(head_DV.reshape(head_DV.shape[0], -1, n_chunks), 2, 0)
-    hidden_ND = hidden_ND.astype(jnp.float32)
-    columns_W = jnp.arange(padded // n_chunks, dtype=jnp.int32) * n_chunks
-
-    @jax.checkpoint
-    def add_chunk(carry: tuple[Array, Array, Array], chunk: tuple[Array, Array]) -> tuple:
-        peak_N, total_N, target_N = carry
-        offset, head_DW = chunk
-        column_W = columns_W + offset
-        logits_NW = jnp.where(
-            column_W < vocab, jnp.matmul(hidden_ND, head_DW, precision=FLOAT32_PRODUCTS), -jnp.inf
-        )
-        new_peak_N = jnp.maximum(peak_N, jax.lax.stop_gradient(jnp.max(logits_NW, axis=1)))
-        total_N = total_N * jnp.exp(peak_N - new_peak_N)
-        total_N += jnp.sum(jnp.exp(logits_NW - new_peak_N[:, None]), axis=1)
-        hit_NW = targets_N[:, None] == column_W
-        target_N += jnp.sum(jnp.where(hit_NW, logits_NW, 0.0), axis=1)
-        return (new_peak_N, total_N, target_N), None
-
-    n_rows = hidden_ND.shape[0]
-    start = (jnp.full(n_rows, -1e30), jnp.zeros(n_rows), jnp.zeros(n_rows))
-    chunks = (jnp.arange(n_chunks, dtype=jnp.int32), head_CDW)
-    if n_chunks == 1:
-        (peak_N, total_N, target_N), _ = add_chunk(start, jax.tree.map(lambda x: x[0], chunks))
-    else:
-        (peak_N, total_N, target_N), _ = jax.lax.scan(add_chunk, start, chunks)
-    return peak_N + jnp.log(total_N) - target_N
-
-
 def next_token(
     model: DeepSeekV32, hidden_BTD: Float[Array, "B T D"], batch: Batch, ahead: int = 1
 ) -> Float[Array, "B T"]:
@@ -143,9 +92,8 @@ def next_token(
     for _ in range(ahead):
         ids = jnp.where(segments.next_is_same(ids), ids, 0)
         targets = segments.shift_left(targets)
-    flat_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-    loss_BT = cross_entropy(flat_ND, model.head[...], targets.reshape(-1)).reshape(targets.shape)
-    return sharding.constrain(jnp.where(ids != 0, loss_BT, 0.0), "batch", "sequence")
+    log_p_BT = head.predict(hidden_BTD, model.head[...], targets).log_p
+    return sharding.constrain(jnp.where(ids != 0, -log_p_BT, 0.0), "batch", "sequence")
 
 
 def sums(model: DeepSeekV32, output: ModelOutput, batch: Batch, *, heads: bool) -> LossSums:

@@ -46,13 +46,13 @@ class Work:
 
     Attributes:
       total_steps: the step after which it is done.
-      tokens_per_step: over all devices.
+      tokens_per_step: over all devices; None where steps differ, and shows no rate of tokens.
       flops_per_token: forward and backward, for MFU; None shows none.
       peak_flops: of all devices together, for MFU; None shows none.
     """
 
     total_steps: int
-    tokens_per_step: int
+    tokens_per_step: int | None = None
     flops_per_token: float | None = None
     peak_flops: float | None = None
 
@@ -86,8 +86,11 @@ class Speed:
         if last is None or step <= last[0] or now <= last[1]:
             return {}
         seconds = (now - last[1]) / (step - last[0])
+        rates = {"seconds_per_step": seconds}
+        if self._work.tokens_per_step is None:
+            return rates
         tokens = self._work.tokens_per_step / seconds
-        rates = {"seconds_per_step": seconds, "tokens_per_second": tokens}
+        rates["tokens_per_second"] = tokens
         if self._work.flops_per_token and self._work.peak_flops:
             rates["mfu"] = tokens * self._work.flops_per_token / self._work.peak_flops
         return rates

@@ -6,18 +6,20 @@ from dsv32_jax import flops
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.mla import AttentionMode
 
-Stage = Literal["dense", "warmup", "sparse", "window"]
+Stage = Literal["dense", "warmup", "sparse", "window", "rl"]
 
 # dense: ordinary pre-training. warmup: attention exactly dense, only the indexers train. sparse: everything trains
-# under the selection. window: a control, everything but the indexers trains under a last-k window.
+# under the selection. window: a control, everything but the indexers trains under a last-k window. rl: reinforcement
+# learning under the selection; the indexers and the MTP module stay as they are.
 ATTENTION: dict[Stage, AttentionMode] = {
     "dense": "dense",
     "warmup": "dense",
     "sparse": "sparse",
     "window": "window",
+    "rl": "sparse",
 }
 INDEXER_TRAINS: frozenset[Stage] = frozenset({"warmup", "sparse"})
-MAIN_TRAINS: frozenset[Stage] = frozenset({"dense", "sparse", "window"})
+MAIN_TRAINS: frozenset[Stage] = frozenset({"dense", "sparse", "window", "rl"})
 
 
 def train_flops(cfg: ModelConfig, seq_len: int, stage: Stage) -> float:

@@ -29,7 +29,7 @@ class TrainState(NamedTuple):
 
 
 def trains(stage: Stage, name: str) -> bool:
-    """Tell whether a weight moves in a stage: only indexers in the warm-up; no indexer where none is used.
+    """Tell whether a weight moves in a stage: only indexers in the warm-up; none where it is unused or fixed.
 
     Args:
         stage: The stage.
@@ -40,6 +40,8 @@ def trains(stage: Stage, name: str) -> bool:
     """
     if stage == "warmup":
         return is_indexer(name)
+    if stage == "rl" and name.startswith("mtp."):
+        return False
     return stage == "sparse" or not is_indexer(name)
 
 

@@ -78,7 +78,7 @@ class Engine:
             self._draft = (
                 steps.empty_draft(cfg.n_slots, self.vocab_size) if cfg.speculative else None
             )
-        self._pool = PagePool(cfg.cache.n_pages, cfg.cache.page_size, lookahead=cfg.speculative)
+        self._pool = self._new_pool()
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: dict[int, Request] = {}  # by number, in order of admission
         self._numbers = itertools.count()
@@ -131,6 +131,35 @@ class Engine:
     def cancel(self, request: int) -> None:
         """End a request at the next step; one that is done already is left alone."""
         self._cancelled.add(request)
+
+    def replace_model(self, model: DeepSeekV32) -> None:
+        """Go on with other weights of the same model; the rows of earlier texts are forgotten, steps stay compiled.
+
+        Args:
+            model: The model.
+
+        Raises:
+            RuntimeError: A request is running or waiting.
+        """
+        if self.has_work:
+            raise RuntimeError("weights can only be replaced while there is no request")
+        with sharding.on_mesh(self._mesh):
+            self._decoder = decoders.from_model(model)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the rows of earlier texts, so that what comes next depends on nothing before, to the last bit.
+
+        Raises:
+            RuntimeError: A request is running or waiting.
+        """
+        if self.has_work:
+            raise RuntimeError("rows can only be forgotten while there is no request")
+        self._pool = self._new_pool()
+
+    def _new_pool(self) -> PagePool:
+        cache = self.cfg.cache
+        return PagePool(cache.n_pages, cache.page_size, lookahead=self.cfg.speculative)
 
     def step(self) -> list[Event]:
         """Admit what fits, run one piece of a prompt, and draw for every sequence that has its prompt behind it.

@@ -103,6 +103,44 @@ def test_gates_may_stay_unnormalised(rng, new_gate, documents):
     np.testing.assert_allclose(out.gates, expected, rtol=FLOAT32_TOL)
 
 
+def test_given_experts_are_taken_and_weighed_by_the_scores_here(rng, new_gate, documents):
+    module, x = new_gate(MOE), rng.normal(size=(2, 9, 5))
+    scores = 1 / (1 + np.exp(-x @ np.asarray(module.weight[...], np.float64)))
+    given = np.stack([rng.permutation(12)[:3] for _ in range(18)]).reshape(2, 9, 3)
+    given[1, 4:7] = -1
+
+    out = module(jnp.asarray(x, jnp.float32), documents, jnp.asarray(given, jnp.int32))
+
+    new = 0
+    for b, t in np.ndindex(2, 9):
+        own = choose(scores[b, t], MOE)
+        experts = given[b, t] if given[b, t, 0] >= 0 else own
+        np.testing.assert_array_equal(out.experts[b, t], experts)
+        expected = 2.5 * scores[b, t, experts] / scores[b, t, experts].sum()
+        np.testing.assert_allclose(out.gates[b, t], expected, rtol=FLOAT32_TOL)
+        new += len(set(experts) - set(own)) * (IDS[b][t] > 0)
+    assert out.rerouted == new > 0
+
+
+def test_given_experts_leave_the_router_its_gradient(rng, new_gate, documents):
+    module, x = new_gate(MOE), jnp.asarray(rng.normal(size=(2, 9, 5)), jnp.float32)
+    given = jnp.broadcast_to(jnp.asarray([3, 7, 11]), (2, 9, 3))
+    factor = jnp.asarray(rng.normal(size=(2, 9, 3)), jnp.float32)
+    graph, weights = nnx.split(module)
+
+    def found(weights):
+        return jnp.sum(nnx.merge(graph, weights)(x, documents, given).gates * factor)
+
+    def expected(weight):
+        scores = jax.nn.sigmoid(x @ weight)[..., jnp.asarray([3, 7, 11])]
+        return jnp.sum(2.5 * scores / jnp.sum(scores, -1, keepdims=True) * factor)
+
+    grad = jax.grad(found, allow_int=True)(weights)["weight"][...]
+
+    np.testing.assert_allclose(grad, jax.grad(expected)(module.weight[...]), atol=FLOAT32_TOL)
+    assert (np.abs(grad).sum(0) > 0).tolist() == [e in (3, 7, 11) for e in range(12)]
+
+
 def test_an_equal_bias_changes_nothing_and_a_large_one_only_the_choice(rng, new_gate, documents):
     x = jnp.asarray(rng.normal(size=(2, 9, 5)), jnp.float32)
     plain, equal = (new_gate(MOE, bias)(x, documents) for bias in (np.zeros(12), np.full(12, 0.25)))

@@ -191,6 +191,38 @@ def test_mtp_of_a_model_without_it_is_refused(cfg, new_model):
         plain(jnp.zeros((1, 2), jnp.int32), run_mtp=True)
 
 
+@pytest.mark.parametrize("n_moe_layers", [1, 2])
+def test_given_experts_are_those_of_the_expert_layers_in_order(
+    cfg, new_model, tokens, rng, n_moe_layers
+):
+    deeper = dataclasses.replace(cfg, n_layers=1 + n_moe_layers)
+    model, n_active = new_model(deeper), deeper.moe.n_active
+    tokens = jnp.asarray(tokens, jnp.int32)
+    given = np.full((n_moe_layers, B, T, n_active), -1)
+    given[-1] = np.arange(n_active)  # the last layer's; the others choose for themselves
+
+    @jax.jit
+    def call(experts):
+        out = model(tokens, experts=experts, run_mtp=True)
+        return out.moe.load, out.moe.rerouted, out.mtp.load, out.mtp.rerouted
+
+    load, rerouted, mtp_load, mtp_rerouted = call(jnp.asarray(given, jnp.int32))
+    own = jax.jit(lambda: model(tokens).moe.load)()
+
+    np.testing.assert_array_equal(load[-1], B * T * (np.arange(deeper.moe.n_experts) < n_active))
+    np.testing.assert_array_equal(load[:-1], own[:-1])
+    assert rerouted[-1] > 0
+    assert (rerouted[:-1] == 0).all()
+    assert mtp_rerouted is None
+    assert jnp.count_nonzero(mtp_load) > n_active
+
+
+def test_experts_of_another_number_of_layers_are_refused(cfg, model):
+    given = jnp.zeros((2, 1, 2, cfg.moe.n_active), jnp.int32)
+    with pytest.raises(ValueError, match="experts are of 2 layers, the model has 1"):
+        model(jnp.zeros((1, 2), jnp.int32), experts=given)
+
+
 def test_the_released_size_traces_in_seconds():
     cfg = config.v32_671b()
     tokens = jax.ShapeDtypeStruct((1, 4096), jnp.int32)

@@ -1,0 +1,121 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv32_jax import parameters
+from dsv32_jax.generate.sampling import SamplingParams
+from train import state as states
+from train.optimizer import AdamConfig, Rates, make_optimizer
+from train.rl import learner, packing, rollout
+from train.rl.learner import Targets
+from train.rl.objective import ObjectiveConfig
+
+ROW = 32
+ADAM = AdamConfig(weight_decay=0.1, indexer_weight_decay=0.1)
+OBJECTIVE = ObjectiveConfig(kl_strength=0.0, off_policy_delta=None)
+RATES = Rates(np.float32(1e-2), np.float32(1e-2))
+
+
+@pytest.fixture(scope="module")
+def rollouts(make_engine, params):
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]
+    requests = [
+        (p, SamplingParams(top_p=0.9, seed=i, max_tokens=5 + i)) for i, p in enumerate(prompts)
+    ]
+    found = dict(rollout.sample(make_engine(params), requests, version=0))
+    return [found[i] for i in range(len(prompts))]
+
+
+def targets_of(packed, advantages, weight):
+    def place(x):
+        return jnp.asarray(learner.place_by_rollout(np.asarray(x), packed))
+
+    return Targets(
+        jnp.asarray(packed.log_p), None, place(advantages), place(weight), place(0 * weight)
+    )
+
+
+def pack(rollouts, rows, n_rows):
+    return packing.pack(rollouts, rows, n_rows=n_rows, row_length=ROW)
+
+
+@pytest.fixture
+def state(cfg, params, mesh):
+    layout = states.shardings(cfg, make_optimizer(ADAM), "rl", mesh)
+    copy = jax.tree.map(lambda x: x + 0, params)  # the update donates it
+    return states.create(copy, make_optimizer(ADAM), "rl", layout)
+
+
+def test_microbatches_add_up_to_the_batchs_gradient(cfg, params, rollouts):
+    advantages, weight = np.asarray([1.0, -0.5, 0.7, -2.0]), np.asarray([0.4, 0.3, 0.2, 0.1])
+    run = learner.make_gradients(cfg, OBJECTIVE)
+
+    def gradients(rows):
+        packed = pack(rollouts, rows, 2)
+        return run(params, packed, targets_of(packed, advantages, weight))
+
+    whole, sums = gradients([[0, 1], [2, 3]])
+    parts = [gradients([[3]]), gradients([[1, 2], [0]])]
+
+    added, added_sums = jax.tree.map(jnp.add, *parts)
+    assert sums.figures.responses == 4
+    for name, want in whole.items():
+        scale = np.abs(want).max()
+        np.testing.assert_allclose(added[name], want, atol=1e-4 * scale + 1e-7, err_msg=name)
+    for got, want in zip(jax.tree.leaves(added_sums), jax.tree.leaves(sums), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_without_advantage_nothing_has_a_gradient(cfg, params, rollouts):
+    packed = pack(rollouts, [[0, 1], [2, 3]], 2)
+
+    grads, sums = learner.make_gradients(cfg, OBJECTIVE)(
+        params, packed, targets_of(packed, np.zeros(4), np.full(4, 0.25))
+    )
+
+    assert sums.loss == 0
+    assert all((np.asarray(g) == 0).all() for g in grads.values())
+
+
+def test_the_ratio_is_one_and_the_loss_the_mean_advantage_where_nothing_has_moved(
+    cfg, params, rollouts
+):
+    packed, weight = pack(rollouts, [[0, 1], [2, 3]], 2), np.full(4, 0.25)
+
+    _, sums = learner.make_gradients(cfg, OBJECTIVE)(
+        params, packed, targets_of(packed, np.asarray([1.0, 2, 3, -4]), weight)
+    )
+
+    np.testing.assert_allclose(sums.figures.ratio / sums.figures.tokens, 1, atol=1e-4)
+    np.testing.assert_allclose(sums.loss, -0.5, atol=1e-3)
+
+
+def test_a_step_moves_neither_indexers_nor_the_mtp_module_nor_the_router_bias(cfg, state):
+    before = jax.tree.map(np.asarray, state.parameters)
+    grads = {n: jnp.ones_like(w) for n, w in states.trainable("rl", before.weights).items()}
+
+    after, norm = learner.make_update(ADAM)(state, grads, RATES)
+
+    fixed = {n for n in before.weights if parameters.is_indexer(n) or n.startswith("mtp.")}
+    assert fixed
+    assert norm > 0
+    for name, old in before.weights.items():
+        assert np.array_equal(after.parameters.weights[name], old) == (name in fixed), name
+    for name, old in before.router_bias.items():
+        np.testing.assert_array_equal(after.parameters.router_bias[name], old)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_told(state):
+    before = jax.tree.map(np.asarray, (state.parameters, state.opt_state))
+    grads = {n: jnp.ones_like(w) for n, w in states.trainable("rl", before[0].weights).items()}
+    name = next(iter(grads))
+    grads[name] = grads[name].at[0].set(np.nan)
+
+    after, norm = learner.make_update(ADAM)(state, grads, RATES)
+
+    assert np.isnan(norm)
+    for got, want in zip(
+        jax.tree.leaves((after.parameters, after.opt_state)), jax.tree.leaves(before), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)

@@ -1,0 +1,1 @@
+"""Reinforcement learning: the objective, rollouts, rewards and the learner."""

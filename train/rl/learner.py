@@ -1,0 +1,141 @@
+"""The learner: gradients of the objective over microbatches of packed rollouts, and the optimizer step."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from dsv32_jax import compiling
+from dsv32_jax.config import ModelConfig
+from dsv32_jax.parameters import Arrays, Parameters
+from train.optimizer import AdamConfig, Rates, apply_updates, make_optimizer
+from train.rl import objective, policy
+from train.rl.objective import Figures, ObjectiveConfig, Responses
+from train.rl.packing import Packed
+from train.stage import Stage
+from train.state import TrainState, trainable
+
+STAGE: Stage = "rl"
+
+
+class Targets(NamedTuple):
+    """What the learner is told of the rollouts of a microbatch beside what the sampler reported.
+
+    Attributes:
+        log_p_old: float32 [B, S, O], that the ratio is taken against.
+        log_p_ref: float32 [B, S, O], of the reference; None where there is no KL.
+        advantages: float32 [B, S].
+        weight: float32 [B, S], see `objective.response_weights`; 0 where there is no rollout.
+        kl_strength: float32 [B, S].
+    """
+
+    log_p_old: Float[Array, "B S O"]
+    log_p_ref: Float[Array, "B S O"] | None
+    advantages: Float[Array, "B S"]
+    weight: Float[Array, "B S"]
+    kl_strength: Float[Array, "B S"]
+
+
+class Sums(NamedTuple):
+    """What microbatches add up to.
+
+    Attributes:
+        loss: What is minimised.
+        figures: Of the objective.
+        entropy: Over tokens, nats.
+        rerouted: Expert choices that the gates would have made otherwise.
+    """
+
+    loss: Float[Array, ""]
+    figures: Figures
+    entropy: Float[Array, ""]
+    rerouted: Float[Array, ""]
+
+
+def place_by_rollout(values: np.ndarray, packed: Packed) -> np.ndarray:
+    """Lay one number a rollout out as [B, S]; 0 where there is none."""
+    index = np.asarray(packed.rollout)
+    return np.where(index >= 0, values[np.maximum(index, 0)], 0).astype(np.float32)
+
+
+@functools.cache
+def make_gradients(
+    cfg: ModelConfig, objective_cfg: ObjectiveConfig, *, replay: bool = True, kept: bool = True
+) -> Callable[[Parameters, Packed, Targets], tuple[Arrays, Sums]]:
+    """Return the jitted gradient of one microbatch, of what reinforcement learning moves.
+
+    Args:
+        cfg: The model.
+        objective_cfg: What is maximised.
+        replay: See `policy.score`.
+        kept: See `policy.score`.
+
+    Returns:
+        (params, packed, targets) -> (gradients by name, sums); those of microbatches add up to the batch's.
+    """
+
+    def loss(moving: Arrays, params: Parameters, packed: Packed, targets: Targets) -> tuple:
+        whole = params._replace(weights=params.weights | moving)
+        scores = policy.score(cfg, whole, packed, replay=replay, kept=kept)
+        responses = Responses(
+            logp_old=targets.log_p_old,
+            logp_sampler=packed.log_p,
+            logp_ref=targets.log_p_ref,
+            mask=packed.mask,
+            advantages=targets.advantages,
+            weight=targets.weight,
+            kl_strength=targets.kl_strength,
+        )
+        value, figures = objective.grpo_loss(
+            scores.log_p,
+            responses,
+            clip_low=objective_cfg.clip_low,
+            clip_high=objective_cfg.clip_high,
+            delta=objective_cfg.off_policy_delta,
+        )
+        entropy = jnp.sum(jnp.where(packed.mask, scores.entropy, 0.0))
+        return value, Sums(value, figures, entropy, scores.rerouted)
+
+    def gradients(params: Parameters, packed: Packed, targets: Targets) -> tuple[Arrays, Sums]:
+        moving = trainable(STAGE, params.weights)
+        return jax.grad(loss, has_aux=True)(moving, params, packed, targets)
+
+    return jax.jit(gradients, compiler_options=compiling.compiler_options())
+
+
+@functools.cache
+def make_update(
+    adam: AdamConfig,
+) -> Callable[[TrainState, Arrays, Rates], tuple[TrainState, Float[Array, ""]]]:
+    """Return the jitted optimizer step; the state is donated.
+
+    Args:
+        adam: The optimizer.
+
+    Returns:
+        (state, gradients, rates) -> (state, norm of the gradients before clipping). A gradient that is not finite
+        leaves parameters and moments as they are, and the norm says so.
+    """
+    optimizer = make_optimizer(adam)
+
+    def update(state: TrainState, grads: Arrays, rates: Rates) -> tuple[TrainState, Array]:
+        norm = optax.tree.norm(grads)
+        moving = trainable(STAGE, state.parameters.weights)
+        updates, opt_state = optimizer.update(grads, state.opt_state, moving)
+        moved = apply_updates(moving, updates, rates)
+        good = jnp.isfinite(norm)
+        moved, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(good, new, old),
+            (moved, opt_state),
+            (moving, state.opt_state),
+        )
+        params = state.parameters
+        params = params._replace(weights=params.weights | moved)
+        return TrainState(params, opt_state, state.step + 1), norm
+
+    return jax.jit(update, donate_argnums=0, compiler_options=compiling.compiler_options())

@@ -1,0 +1,194 @@
+"""Rollouts as the arrays of a microbatch: several in a row of tokens, each a document of its own."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from train.head import Kept
+from train.rl.rollout import Rollout
+
+
+class Packed(NamedTuple):
+    """A microbatch of rollouts. [B, S, O]: rows, rollouts of a row, tokens of a response.
+
+    Attributes:
+        tokens: int32 [B, T].
+        segment_ids: int32 [B, T], 1.. for the rollouts of a row in order, 0 for padding.
+        temperature: float32 [B, T], of the token that the place predicts; 1 where it predicts none.
+        kept: Of the places that predict a token that was cut from a set; None where none was.
+        experts: int32 [L, B, T, A], -1 where the gate chooses; None without replay.
+        place: int32 [B, S, O], the place that predicts each token of a response; 0 where there is none.
+        mask: bool [B, S, O], whether there is one.
+        log_p: float32 [B, S, O], as the sampler reported it.
+        rollout: int32 [B, S], which of the packed rollouts; -1 for none.
+    """
+
+    tokens: Int[Array, "B T"]
+    segment_ids: Int[Array, "B T"]
+    temperature: Float[Array, "B T"]
+    kept: Kept | None
+    experts: Int[Array, "L B T A"] | None
+    place: Int[Array, "B S O"]
+    mask: Bool[Array, "B S O"]
+    log_p: Float[Array, "B S O"]
+    rollout: Int[Array, "B S"]
+
+
+def plan_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Put sequences into rows, the longest first, each into the fullest row that has room.
+
+    Args:
+        lengths: Their lengths.
+        row_length: Tokens of a row.
+
+    Returns:
+        Which sequences each row holds, longest first.
+
+    Raises:
+        ValueError: If one is longer than a row.
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if lengths[i] > row_length:
+            raise ValueError(
+                f"a rollout of {lengths[i]} tokens is longer than row_length={row_length}"
+            )
+        fits = [r for r in range(len(rows)) if room[r] >= lengths[i]]
+        if not fits:
+            rows.append([])
+            room.append(row_length)
+            fits = [len(rows) - 1]
+        best = min(fits, key=lambda r: (room[r], r))
+        rows[best].append(i)
+        room[best] -= lengths[i]
+    return rows
+
+
+def pack(
+    rollouts: Sequence[Rollout],
+    rows: Sequence[Sequence[int]],
+    *,
+    n_rows: int,
+    row_length: int,
+    max_tokens: int = 1,
+) -> Packed:
+    """Lay rollouts out as a microbatch.
+
+    The sizes S, O and of the kept sets are rounded up to powers of two, so that few shapes are ever compiled.
+
+    Args:
+        rollouts: Rollouts.
+        rows: Which of them each row holds, see `plan_rows`.
+        n_rows: Rows of the microbatch, at least as many; further ones are padding.
+        row_length: Tokens of a row.
+        max_tokens: O is at least this, so that shorter responses have the same shape.
+
+    Returns:
+        numpy arrays.
+
+    Raises:
+        ValueError: If a token is not in the set that it is said to be drawn from, or some rollouts have experts and
+            others none.
+    """
+    chosen = [rollouts[i] for row in rows for i in row]
+    shape = (n_rows, _round_up(max((len(row) for row in rows), default=1)))
+    width = _round_up(max([max_tokens, *(r.n_drawn for r in chosen)]))
+    arrays: dict[str, Any] = {
+        "tokens": np.zeros((n_rows, row_length), np.int32),
+        "segment_ids": np.zeros((n_rows, row_length), np.int32),
+        "temperature": np.ones((n_rows, row_length), np.float32),
+        "kept": _pack_kept(rollouts, rows, n_rows, row_length),
+        "experts": _empty_experts(chosen, n_rows, row_length),
+        "place": np.zeros((*shape, width), np.int32),
+        "mask": np.zeros((*shape, width), bool),
+        "log_p": np.zeros((*shape, width), np.float32),
+        "rollout": np.full(shape, -1, np.int32),
+    }
+    packed = Packed(**arrays)
+    for b, row in enumerate(rows):
+        first = 0
+        for s, i in enumerate(row):
+            _put(packed, (b, s, first), i, rollouts[i])
+            first += len(rollouts[i].tokens)
+    return packed
+
+
+def _put(packed: Any, where: tuple[int, int, int], i: int, rollout: Rollout) -> None:
+    """Write one rollout into row b, slot s, from token `first` on."""
+    b, s, first = where
+    n, n_drawn = len(rollout.tokens), rollout.n_drawn
+    packed.tokens[b, first : first + n] = rollout.tokens
+    packed.segment_ids[b, first : first + n] = s + 1
+    predicts = first + rollout.n_prompt - 1 + np.arange(n_drawn)
+    packed.temperature[b, predicts] = rollout.temperature
+    packed.place[b, s, :n_drawn] = predicts
+    packed.mask[b, s, :n_drawn] = True
+    packed.log_p[b, s, :n_drawn] = rollout.log_p
+    packed.rollout[b, s] = i
+    if packed.experts is not None:
+        packed.experts[:, b, first : first + n] = rollout.experts
+
+
+def _empty_experts(chosen: Sequence[Rollout], n_rows: int, row_length: int) -> np.ndarray | None:
+    having = [r.experts for r in chosen if r.experts is not None]
+    if not having:
+        return None
+    if len(having) < len(chosen):
+        raise ValueError("some rollouts have experts and others none")
+    n_layers, _, n_active = having[0].shape
+    return np.full((n_layers, n_rows, row_length, n_active), -1, np.int32)
+
+
+def _pack_kept(
+    rollouts: Sequence[Rollout], rows: Sequence[Sequence[int]], n_rows: int, row_length: int
+) -> Kept | None:
+    """List the kept sets of each row by the place that predicts the token."""
+    if all(rollouts[i].kept is None for row in rows for i in row):
+        return None
+    places: list[list[np.ndarray]] = [[] for _ in range(n_rows)]
+    tokens: list[list[np.ndarray]] = [[] for _ in range(n_rows)]
+    for b, row in enumerate(rows):
+        first = 0
+        for i in row:
+            rollout = rollouts[i]
+            if rollout.kept is not None:
+                sizes = np.diff(rollout.kept.ends, prepend=0)
+                _check_members(rollout, sizes)
+                predicts = first + rollout.n_prompt - 1 + np.arange(rollout.n_drawn)
+                places[b].append(np.repeat(predicts, sizes))
+                tokens[b].append(rollout.kept.tokens)
+            first += len(rollout.tokens)
+    width = _round_up(max(sum(map(len, row)) for row in tokens))
+    place: Any = np.full((n_rows, width), row_length, np.int32)
+    token: Any = np.zeros((n_rows, width), np.int32)
+    for b in range(n_rows):
+        flat = np.concatenate([*places[b], np.zeros(0, np.int32)])
+        place[b, : len(flat)] = flat
+        token[b, : len(flat)] = np.concatenate([*tokens[b], np.zeros(0, np.int32)])
+    return Kept(place, token)
+
+
+def _check_members(rollout: Rollout, sizes: np.ndarray) -> None:
+    assert rollout.kept is not None
+    hits = rollout.kept.tokens == np.repeat(rollout.response, sizes)
+    found = np.bincount(np.repeat(np.arange(rollout.n_drawn), sizes), weights=hits)
+    missing = np.flatnonzero(found == 0)
+    if len(missing):
+        raise ValueError(
+            f"token {missing[0]} of a response, {rollout.response[missing[0]]}, is not in the set it was drawn from"
+        )
+
+
+def _round_up(n: int) -> int:
+    """Return the next power of two."""
+    return 1 << (n - 1).bit_length()
+
+
+def take_responses(x_BT: Float[Array, "B T"], packed: Packed) -> Float[Array, "B S O"]:
+    """Return what predicts each token of each response; anything where there is none."""
+    flat = packed.place.reshape(len(packed.place), -1)
+    return jnp.take_along_axis(x_BT, flat, axis=1).reshape(packed.place.shape)

@@ -1,0 +1,137 @@
+"""Responses drawn by the generation engine, with all that the learner needs to see them as the sampler did."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int, Integer
+
+from dsv32_jax.generate.engine import Engine
+from dsv32_jax.generate.protocol import FinishEvent, FinishReason, TokenEvent
+from dsv32_jax.generate.sampling import SamplingParams
+
+
+class KeptSets(NamedTuple):
+    """The tokens that each token of a response was drawn from, one set after the other.
+
+    Attributes:
+        tokens: int32 [M], ascending within a set.
+        ends: int64 [O], where each set ends.
+    """
+
+    tokens: Int[np.ndarray, " M"]
+    ends: Integer[np.ndarray, " O"]
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """A prompt and a response to it, token by token: nothing of it is ever tokenised again.
+
+    Attributes:
+        tokens: int32 [N], the prompt, then the response.
+        n_prompt: Tokens of the prompt.
+        log_p: float32 [O], the sampler's log-probability of each token of the response, under what it drew from.
+        kept: What that was; None where every token was open.
+        experts: [L, N, A], each token's experts in each expert layer, -1 for the last token; None if not kept.
+        temperature: That the logits were divided by.
+        reason: "stop" or "length".
+        version: Of the weights, in updates of the learner.
+    """
+
+    tokens: Int[np.ndarray, " N"]
+    n_prompt: int
+    log_p: Float[np.ndarray, " O"]
+    kept: KeptSets | None
+    experts: Integer[np.ndarray, "L N A"] | None
+    temperature: float
+    reason: FinishReason
+    version: int
+
+    @property
+    def n_drawn(self) -> int:
+        """Tokens of the response."""
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def response(self) -> Int[np.ndarray, " O"]:
+        """Its tokens."""
+        return self.tokens[self.n_prompt :]
+
+
+@dataclass
+class _Draft:
+    """A response on its way."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    place: int
+    tokens: list[int] = field(default_factory=list)
+    log_p: list[float] = field(default_factory=list)
+    kept: list[np.ndarray] = field(default_factory=list)
+
+
+def sample(
+    engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams]], *, version: int
+) -> Iterator[tuple[int, Rollout]]:
+    """Draw a response to each request; those that end first come first.
+
+    Args:
+        engine: Idle, with `keep_sets` where tokens are cut by top-p or top-k.
+        requests: Prompts and how to draw.
+        version: Of the engine's weights, kept with the rollouts.
+
+    Yields:
+        (place in `requests`, its rollout).
+
+    Raises:
+        ValueError: If a prompt does not fit the engine, tokens are drawn greedily, or from kept sets that the engine
+            does not report.
+    """
+    for _, params in requests:
+        _check(engine, params)
+    drafts: dict[int, _Draft] = {}
+    waiting = iter(enumerate(requests))
+    more = True
+    while more or engine.has_work:
+        while more and len(drafts) - engine.n_running < engine.cfg.max_waiting:
+            place, request = next(waiting, (-1, None))
+            if request is None:
+                more = False
+                break
+            drafts[engine.submit(*request)] = _Draft(*request, place)
+        for event in engine.step():
+            draft = drafts[event.request]
+            if isinstance(event, TokenEvent):
+                draft.tokens.append(event.token)
+                draft.log_p.append(event.log_p)
+                if event.kept is not None:
+                    draft.kept.append(event.kept)
+            else:
+                yield draft.place, _finished(drafts.pop(event.request), event, version)
+
+
+def _check(engine: Engine, params: SamplingParams) -> None:
+    """Refuse settings under which the sampler's probabilities would not be the policy's."""
+    if params.temperature == 0:
+        raise ValueError("temperature=0 draws greedily, which has no policy gradient")
+    if (params.top_p < 1 or params.top_k > 0) and not engine.cfg.keep_sets:
+        raise ValueError("top_p and top_k need keep_sets=True, or the learner's ratio is wrong")
+
+
+def _finished(draft: _Draft, event: FinishEvent, version: int) -> Rollout:
+    cut = draft.params.top_p < 1 or draft.params.top_k > 0
+    kept = None
+    if cut:
+        ends = np.cumsum([len(ids) for ids in draft.kept])
+        kept = KeptSets(np.concatenate(draft.kept).astype(np.int32), ends)
+    return Rollout(
+        tokens=np.asarray([*draft.prompt, *draft.tokens], np.int32),
+        n_prompt=len(draft.prompt),
+        log_p=np.asarray(draft.log_p, np.float32),
+        kept=kept,
+        experts=event.experts,
+        temperature=draft.params.temperature,
+        reason=event.reason,
+        version=version,
+    )
