@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dsv32_jax import expert_rows, expert_travel, layers, sharding
 from dsv32_jax.config import ModelConfig

@@ -4,6 +4,7 @@ import collections
 import hashlib
 import json
 import logging
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,13 +138,16 @@ class Run:
                     self._figures["accuracy/after"] = values["accuracy"]
                 log.log(step, values)
                 self._checkpoints.poll()
-                stopping = hosts.any_process(stop.requested)
-                self._save(step, state, force=stopping or step == rl.steps)
+                # Read once: a signal during the save is the next step's, on every process alike.
+                stopping = hosts.largest(stop.requested)
+                if stopping or step == rl.steps or self._checkpoints.is_due(step):
+                    log.flush()  # so that the run that goes on from here finds every line
+                    self._save(step, state)
                 if stopping and step < rl.steps:
                     self._checkpoints.wait()
-                    word = stop.reason or "a signal to another process"
+                    name = signal.Signals(stopping).name
                     raise StoppedError(
-                        stop.reason, f"{word} at step {step}: saved; run the same command to go on"
+                        stopping, f"{name} at step {step}: saved; run the same command to go on"
                     )
         self._checkpoints.close()
         self._remove_old_pending(step)
@@ -249,11 +253,10 @@ class Run:
     def _pending_path(self, step: int) -> Path:
         return self._folder / f"pending-{step}.npz"
 
-    def _save(self, step: int, state: RlState, *, force: bool) -> None:
+    def _save(self, step: int, state: RlState) -> None:
         """Save arrays, where the tasks stand, and what is drawn and not yet learned from."""
-        due = force or step % self._setting.checkpoint.every_steps == 0
         digest = None
-        if due and self._queue:
+        if self._queue:
             path = self._pending_path(step)
             pending.save(path, [groups for groups, _ in self._queue])
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -263,7 +266,7 @@ class Run:
             "pending_figures": [figures for _, figures in self._queue],
         }
         meta = {"stage": STAGE, "figures": self._figures, "rl_step": step}
-        self._checkpoints.save(step, state, data_state=data_state, meta=meta, force=force)
+        self._checkpoints.save(step, state, data_state=data_state, meta=meta, force=True)
         self._remove_old_pending(step)
 
     def _remove_old_pending(self, step: int) -> None:
