@@ -24,13 +24,13 @@ class Answer(NamedTuple):
 
 
 def read(text: str, style: Style, *, cut: bool) -> Answer:
-    """Take a response apart.
+    r"""Take a response apart.
 
     "thinking" and "chat" are the official format: reasoning up to `</think>` (chat has none), content, the token that
     ends the turn; control tokens elsewhere and calls of tools are faults. "tags" is free text, then one
     `<answer>...</answer>` and nothing after it, for policies too small for more. In "plain" all is answer.
 
-    In the first three the final answer is what stands in `<answer>` tags or in `\\boxed{}`, where the content has them.
+    In the first three the final answer is what stands in `<answer>` tags or in `\boxed{}`, where the content has them.
     Two answers that differ are no answer, so that naming several does not pay.
 
     Args:
@@ -75,7 +75,7 @@ def _tagged(text: str) -> tuple[str | None, bool]:
 
 
 def _boxed(text: str) -> list[str]:
-    """Return what each innermost `\\boxed{}` holds; one that is not closed holds nothing."""
+    r"""Return what each innermost `\boxed{}` holds; one that is not closed holds nothing."""
     found = []
     _, *rests = text.split(BOXED)
     for rest in rests:
