@@ -1,7 +1,7 @@
 """Processes that work is sent to one item at a time; one that hangs or dies is replaced and the item says so.
 
-Each has a pipe of its own, so nothing that one does can block another. (Pebble's pool stops for good when an idle worker
-is killed, and the standard library's when any is.)
+Each has a pipe of its own, so nothing that one does can block another. (Pebble's pool stops for good when an idle
+worker is killed, and the standard library's when any is.)
 """
 
 import logging
@@ -12,8 +12,9 @@ import queue
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any, Literal
 
 from dsv32_jax.errors import UserError, WorkFailedError
@@ -48,6 +49,7 @@ class Pool:
         timeout_s: Seconds that an item may take before its process is killed.
         memory_mib: That a process may take beyond what it starts with; limited on Linux only.
         prepare: Run in each process as it starts; picklable.
+        preload: Modules to import once for all processes, if no other fork server of this program runs yet.
 
     Raises:
         UserError: If `prepare` raises one.
@@ -55,13 +57,24 @@ class Pool:
     """
 
     def __init__(
-        self, n_workers: int, *, timeout_s: float, memory_mib: int, prepare: Callable[[], None]
+        self,
+        n_workers: int,
+        *,
+        timeout_s: float,
+        memory_mib: int,
+        prepare: Callable[[], None],
+        preload: Sequence[str] = (),
     ) -> None:
         """Start one process, to see that it does, and the others when they are needed."""
+        # A server that forks: processes start in milliseconds and share what it has imported, which is no accelerator.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["__main__", *preload])
         self._timeout_s = timeout_s
         self._arguments = (prepare, memory_mib, math.ceil(timeout_s + GRACE_S))
+        self._closed = False
+        self._busy: set[_Worker] = set()
         self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
-        self._idle.put(_Worker(*self._arguments))
+        self._idle.put(self._start())
         for _ in range(n_workers - 1):
             self._idle.put(None)
         self._n_workers = n_workers
@@ -93,36 +106,59 @@ class Pool:
         worker = self._idle.get()
         try:
             for _ in range(2):
+                if self._closed:
+                    raise WorkerError("killed", "the pool was closed")
                 if worker is None or not worker.process.is_alive():
-                    worker = _Worker(*self._arguments)
+                    worker = self._start()
+                self._busy.add(worker)
                 try:
                     return worker.call(function, arguments, self._timeout_s)
                 except (EOFError, OSError):
                     worker.kill()
                     code = worker.process.exitcode
-                    logger.warning("a reward worker died (exit code %s); it is replaced", code)
+                    if not self._closed:
+                        logger.warning("a reward worker died (exit code %s); it is replaced", code)
                 except WorkerError as error:
                     if error.fault == "hung":
                         worker.kill()
                     raise
+                finally:
+                    self._busy.discard(worker)
             raise WorkerError("killed", f"two processes died on it, the last with exit code {code}")
         finally:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """Kill the processes, waiting for items under way."""
+        """Kill the processes; items under way are `WorkerError`s."""
+        self._closed = True
         for _ in range(self._n_workers):
-            worker = self._idle.get()
+            while True:  # one may start while we look
+                for busy in tuple(self._busy):
+                    busy.process.kill()
+                try:
+                    worker = self._idle.get(timeout=0.1)
+                    break
+                except queue.Empty:
+                    continue
             if worker is not None:
                 worker.kill()
+        for _ in range(self._n_workers):
+            self._idle.put(None)  # so that who comes later is told, and does not wait
+
+    def _start(self) -> "_Worker":
+        return _Worker(self._context, *self._arguments)
 
 
 class _Worker:
     """A process and the pipe to it."""
 
-    def __init__(self, prepare: Callable[[], None], memory_mib: int, alarm_s: int) -> None:
-        # A server that forks: processes start in milliseconds and share what it has imported, which is no accelerator.
-        context = multiprocessing.get_context("forkserver")
+    def __init__(
+        self,
+        context: ForkServerContext,
+        prepare: Callable[[], None],
+        memory_mib: int,
+        alarm_s: int,
+    ) -> None:
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(
             target=_work, args=(theirs, prepare, memory_mib, alarm_s), daemon=True, name="reward"
@@ -141,7 +177,9 @@ class _Worker:
             self.kill()
             raise started
 
-    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float) -> Any:
+    def call(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float
+    ) -> Any:
         """Run a function there."""
         self._pipe.send((function, arguments))
         return self._receive(timeout_s)

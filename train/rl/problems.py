@@ -71,22 +71,22 @@ def draw_problem(family: Family, *key: str | int) -> Task:
     Raises:
         UsageError: If reasoning-gym is not installed, or has no such family or setting.
     """
-    generator = make_generator(family.name, family.settings)
-    # A problem is drawn with the generator's seed + its index: far-apart indices of one seed have nothing in common.
-    entry = generator[number_of(family.name, *key)]
+    category = make_generator(family.name, family.settings).category
+    # One generator a problem: a few families can not count further than the size they are made with.
+    entry = _make(family.name, family.settings, seed=number_of(family.name, *key) % 2**32)[0]
     return Task(
         name=":".join(map(str, (family.name, *key))),
-        domain=generator.category,
+        domain=category,
         question=entry["question"],
         verifier="reasoning_gym",
-        answer=str(entry["answer"]),
+        answer=entry["answer"] or "",  # some families only check
         data={"family": family.name, "settings": family.settings, "entry": entry},
     )
 
 
 @functools.cache
 def make_generator(name: str, settings: tuple[tuple[str, Any], ...]) -> Any:
-    """Return a dataset of reasoning-gym, which makes problems of a family and scores answers to them.
+    """Return the generator of reasoning-gym that scores answers to a family's problems.
 
     Args:
         name: Of the family.
@@ -98,6 +98,10 @@ def make_generator(name: str, settings: tuple[tuple[str, Any], ...]) -> Any:
     Raises:
         UsageError: If reasoning-gym is not installed, or has no such family or setting.
     """
+    return _make(name, settings, seed=0)
+
+
+def _make(name: str, settings: tuple[tuple[str, Any], ...], *, seed: int) -> Any:
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -108,7 +112,7 @@ def make_generator(name: str, settings: tuple[tuple[str, Any], ...]) -> Any:
         hint = f"did you mean {' or '.join(close)}?" if close else f"it has {len(DATASETS)} others"
         raise UsageError(f"reasoning-gym has no family {name!r}; {hint}")
     try:
-        return reasoning_gym.create_dataset(name, seed=0, size=1, **dict(settings))
+        return reasoning_gym.create_dataset(name, seed=seed, size=1, **dict(settings))
     except (TypeError, ValueError, AssertionError) as error:
         raise UsageError(f"{name} does not take settings {dict(settings)}: {error}") from error
 
