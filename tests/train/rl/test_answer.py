@@ -34,6 +34,8 @@ def test_a_response_in_the_format_is_taken_apart(text, style, expected):
         (f"\\boxed{{4}} or \\boxed{{5}}{END}", "chat", None),
         (f"\\boxed{{4{END}", "chat", "\\boxed{4"),
         ("<answer>4</answer><answer>5</answer>", "tags", None),
+        ("<answer>3<answer>4</answer>", "tags", None),
+        ("<answer>4</answer>5</answer>", "tags", None),
         ("<answer>4</answer> or 5", "tags", "4"),
         ("</answer>4<answer>", "tags", None),
         ("<answer>4", "tags", None),
