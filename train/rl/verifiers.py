@@ -17,14 +17,13 @@ from train.rl import problems
 from train.rl.tasks import Task, Verifier
 
 MAX_CHARS = 1000  # of an answer to parse; longer ones are no final answers
-MAX_EXPONENT = 400  # of ten; beyond it float, which conversions of units need, has no numbers
 REL_TOL = Fraction(1, 10**9)  # of numbers with a point or a unit: rounding alone
 
 NUMBER = re.compile(
     r"""(?P<sign>[+-]?)\s*
     (?P<whole>\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?P<part>\.\d*)?
     (?:(?:[eE]|\s*(?:x|\*|×|\\times|\\cdot|·)\s*10\s*(?:\^|\*\*)\s*)
-       (?P<brace>\{)?\(?(?P<exponent>[+-]?\d{1,6})\)?(?(brace)\}))?
+       (?P<brace>\{)?\(?(?P<exponent>[+-]?\d{1,3})\)?(?(brace)\}))?
     (?:\s*/\s*(?P<denominator>\d+))?""",
     re.VERBOSE | re.ASCII,
 )
@@ -88,7 +87,7 @@ def _quantity(text: str, default_unit: str) -> tuple[Fraction, str] | None:
     denominator = int(found["denominator"] or 1)
     unit = text[found.end() :].strip() or default_unit
     readable = not unit or UNIT.fullmatch(unit.replace("(", "").replace(")", ""))
-    if not readable or abs(exponent) > MAX_EXPONENT or denominator == 0:
+    if not readable or denominator == 0:
         return None
     digits = (found["whole"] or "0").replace(",", "") + (found["part"] or "")
     value = Fraction(digits) * Fraction(10) ** exponent / denominator

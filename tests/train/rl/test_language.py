@@ -40,6 +40,7 @@ def test_a_text_is_in_its_own_language_and_in_no_other(name):
         ("one two three четыре", "latin", 3 / 4),
         ("two поезда", "cyrillic", 1 / 2),
         ("火车 leaves", "chinese", 2 / 3),
+        ("火车leaves", "chinese", 2 / 3),  # no space between
         ("火车", "latin", 0),
         ("这是中文句子", "japanese", 0),  # Chinese characters without kana
         ("電車です。这是中文", "japanese", 4 / 8),

@@ -187,3 +187,15 @@ def test_what_can_not_be_read_is_wrong(verifier, answer):
 def test_a_reference_that_can_not_be_read_raises(verifier):
     with pytest.raises(ValueError, match="the reference"):
         score(verifier, "", "4")
+
+
+def test_a_long_formula_is_not_parsed(monkeypatch):
+    monkeypatch.setattr(verifiers, "_parse_math", pytest.fail)
+
+    assert score("math", "7.25", DEEP) == 0
+
+
+@pytest.mark.parametrize("answer", ["1e999 m", "1e1000", "-1e999 m"])
+def test_a_number_beyond_floats_is_wrong(answer):
+    assert score("numeric", "7.25 cm", answer) == 0
+    assert score("numeric", "7.25", answer) == 0
