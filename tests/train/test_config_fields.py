@@ -14,6 +14,8 @@ from dsv32_jax.generate.protocol import EngineConfig
 from dsv32_jax.generate.sampling import SamplingParams
 from dsv32_jax.serve.config import ServeConfig
 from dsv32_jax.sharding import AXES, MeshConfig
+from train.rl.rewards import RewardConfig, Weights
+from train.rl.task_source import TaskConfig
 from train.run_config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +24,7 @@ PACKAGES = ("pallas_kernels", "dsv32_jax", "train")
 READ_BY_NAME = {
     MeshConfig: {f"{kind}_{axis}" for kind in ("ici", "dcn") for axis in AXES},
     RunConfig: {"dense", "warmup", "sparse"},
+    Weights: {"correct", "format", "length", "language", "judge", "custom"},
 }
 
 
@@ -44,6 +47,7 @@ def parts_of(hint):
 
 
 ROOTS = (RunConfig, EngineConfig, SamplingParams, ServeConfig, from_hf.Options, to_hf.Options)
+ROOTS += (RewardConfig, TaskConfig)
 CLASSES = list(dict.fromkeys(cls for root in ROOTS for cls in config_classes(root)))
 
 
@@ -113,3 +117,9 @@ def test_the_mesh_reads_each_axis_by_its_name():
 def test_a_run_reads_each_stage_by_its_name(tiny_run):
     for stage in READ_BY_NAME[RunConfig]:
         assert tiny_run.stage_config(stage) is getattr(tiny_run, stage)
+
+
+def test_weights_are_read_by_their_names():
+    weights = {name: i + 1.0 for i, name in enumerate(sorted(READ_BY_NAME[Weights]))}
+
+    assert Weights(**weights).by_component() == weights

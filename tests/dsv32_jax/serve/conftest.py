@@ -48,6 +48,7 @@ SCRIPTS = {
     "thoughtcall": [*f"Add?{markup.THINK_END}I add.\n\n{CALL}".encode(), *END],
     "broken": [*f"I add.\n\n{BROKEN}".encode(), *END],
     "otherend": [*b"Hi.", ByteTokenizer.pad_id, *b"And on"],
+    "grade": [*b"It is short.\nScore: 8", *END],
     "long": list(b"a" * MAX_LEN),
 }
 
