@@ -81,8 +81,8 @@ def routed(model, monkeypatch):
     def route(tokens):
         seen = []
 
-        def record(layer, x, documents):
-            out, routing = call(layer, x, documents)
+        def record(layer, x, documents, experts):
+            out, routing = call(layer, x, documents, experts)
             jax.debug.callback(lambda experts: seen.append(np.asarray(experts)), routing.experts)
             return out, routing
 
