@@ -14,8 +14,10 @@ from dsv32_jax.convert.storage import Location
 MANIFEST = "manifest.json"
 STATE = "state"  # the folder of a checkpoint's arrays
 ORBAX_METADATA = "_CHECKPOINT_METADATA"
-# Orbax writes these two after it has asked for the manifest; neither is needed to restore.
-LATER_FILES = frozenset({ORBAX_METADATA, "commit_success.txt"})
+# Orbax writes these two after it has asked for the manifest; only from a bucket does it restore nothing without the
+# second, which stands in the checkpoint's folder and in each folder in it.
+ORBAX_COMMIT = "commit_success.txt"
+LATER_FILES = frozenset({ORBAX_METADATA, ORBAX_COMMIT})
 
 
 def write_manifest(folder: Location, *, checksums: bool, metric: float | None) -> None:

@@ -64,7 +64,7 @@ class RunMetrics:
           clock: seconds.
 
         Raises:
-          OSError: the folder can not be written.
+          OSError: the folder cannot be written.
         """
         self._folder = folder
         self._total_steps = work.total_steps

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import reprlib
-from pathlib import Path
 from typing import Any, Literal, cast
 
 from etils import epath
@@ -40,11 +39,11 @@ ROPE_KEYS = frozenset(
 REQUIRED_ROPE_VALUES = {"attention_factor": None, "truncate": True, "partial_rotary_factor": 1.0}
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: str | os.PathLike) -> ModelConfig:
     """Read a checkpoint's architecture.
 
     Args:
-        folder: Holds config.json.
+        folder: Holds config.json; local or in a bucket.
 
     Returns:
         The model, float32, with Hadamard where the indexer's head_dim is a power of two and no FP8 rounding.

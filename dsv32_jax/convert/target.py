@@ -176,12 +176,14 @@ def write_config(target: epath.Path, cfg: ModelConfig, note: Mapping[str, Any]) 
 
 
 def write_manifest(folder: epath.Path, files: Mapping[str, Written]) -> None:
-    """Write the list of files that makes the checkpoint whole.
+    """Write Orbax's marks, without which it reads nothing from a bucket, and the list of files that makes a step whole.
 
     Args:
         folder: The step's folder.
         files: All its files.
     """
+    for marked in (folder, *(folder / item for item in ITEM_HANDLERS)):
+        storage.write(marked / manifest.ORBAX_COMMIT, b"")
     content = {"metric": None, "files": {name: files[name]._asdict() for name in sorted(files)}}
     storage.write(folder / manifest.MANIFEST, json.dumps(content, indent=1).encode())
 

@@ -1,6 +1,10 @@
 import itertools
 import json
 import math
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +15,16 @@ import pytest
 
 from dsv32_jax import parameters, sharding
 from dsv32_jax.config import IndexerConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.parameters import Parameters
+from train import hosts
 from train.checkpoint import CheckpointConfig
 from train.data.config import DataConfig, Source
 from train.metrics import MetricsConfig
 from train.optimizer import OptimizerConfig, Schedule
 from train.run_config import EvidenceConfig, RunConfig, StageConfig
 
+ROOT = Path(__file__).parents[2]
 SEQ_LEN = 16
 
 # Compilation is most of these tests' time: the tiny models need no fast code, and equal programs compile once.
@@ -211,3 +218,39 @@ def lines_of() -> Callable[[Path], list[dict]]:
         return [{k: v for k, v in row.items() if k not in rates} for row in rows]
 
     return read
+
+
+@pytest.fixture
+def start(
+    config_path: Path, compilation_cache: str
+) -> Iterator[Callable[..., list[subprocess.Popen]]]:
+    """Return a function that starts n processes of one run, with 4 devices in all; `config_path` is the module's."""
+    started: list[subprocess.Popen] = []
+
+    def start(
+        n: int, workdir: Location, *overrides: str, config: Path = config_path
+    ) -> list[subprocess.Popen]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "train.pretrain", "--config", str(config)]
+        command += ["--workdir", str(workdir), f"distributed={str(n > 1).lower()}", *overrides]
+        for i in range(n):
+            env = os.environ | {
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // n}",
+                "JAX_COMPILATION_CACHE_DIR": str(compilation_cache),
+                "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",  # as here
+                "PYTHONPATH": str(ROOT),
+                hosts.ADDRESS: f"127.0.0.1:{port}",
+                hosts.COUNT: str(n),
+                hosts.INDEX: str(i),
+            }
+            out, err = subprocess.PIPE, subprocess.STDOUT
+            started.append(subprocess.Popen(command, env=env, text=True, stdout=out, stderr=err))
+        return started[-n:]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()

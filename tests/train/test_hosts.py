@@ -71,38 +71,6 @@ def free_port():
         return free.getsockname()[1]
 
 
-@pytest.fixture
-def start(config_path, compilation_cache):
-    """Return a function that starts n processes of one run, with 4 devices in all."""
-    started = []
-
-    def start(n, workdir, *overrides, config=config_path):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = [sys.executable, "-m", "train.pretrain", "--config", str(config)]
-        command += ["--workdir", str(workdir), f"distributed={str(n > 1).lower()}", *overrides]
-        for i in range(n):
-            env = os.environ | {
-                "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // n}",
-                "JAX_COMPILATION_CACHE_DIR": str(compilation_cache),
-                "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",  # as conftest.py has it here
-                "PYTHONPATH": str(ROOT),
-                hosts.ADDRESS: f"127.0.0.1:{port}",
-                hosts.COUNT: str(n),
-                hosts.INDEX: str(i),
-            }
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            started.append(subprocess.Popen(command, env=env, text=True, **pipes))
-        return started[-n:]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
 def ends(processes):
     """Wait for all; return what each wrote, and its status."""
     texts = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
@@ -206,7 +174,10 @@ def test_the_others_say_that_a_process_is_gone(start, tmp_path):
 
 @pytest.mark.parametrize(
     ("victim", "killing", "async_save"),
-    [(1, KILLED_AMID_ITS_ARRAYS, True), (0, KILLED_BEFORE_THE_MANIFEST, False)],
+    [
+        (1, KILLED_AMID_ITS_ARRAYS, True),
+        pytest.param(0, KILLED_BEFORE_THE_MANIFEST, False, marks=pytest.mark.slow),
+    ],
     ids=["amid the arrays", "before the manifest"],
 )
 def test_a_process_killed_in_a_save_costs_that_save_alone(

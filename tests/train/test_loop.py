@@ -196,12 +196,12 @@ def test_a_signal_during_a_save_waits_for_the_next_step(tiny_run, tmp_path, monk
 
     def signalled(checkpoints, step, *args, **kwargs):
         saved = save(checkpoints, step, *args, **kwargs)
-        if step == 1:
+        if step == 2:
             send_sigterm()
         return saved
 
     monkeypatch.setattr(loop.Checkpoints, "save", signalled)
-    with pytest.raises(StoppedError, match=r"SIGTERM at step 2 of dense: saved in .*checkpoints/2"):
+    with pytest.raises(StoppedError, match=r"SIGTERM at step 3 of dense: saved in .*checkpoints/3"):
         pretrain.main(tiny_run, tmp_path)
 
 

@@ -222,7 +222,7 @@ def test_a_folder_that_can_not_be_made_is_one_line_and_status_2(shell):
     status, err = shell(workdir="mine.py/run")
 
     assert status == 2
-    assert "mine.py/run can not be written: Not a directory" in err
+    assert "mine.py/run cannot be written: Not a directory" in err
 
 
 def test_a_mistake_put_right_may_use_the_same_folder(shell):

@@ -100,7 +100,8 @@ def test_every_file_is_in_the_manifest_with_its_checksum(official_fp8, convert, 
     assert manifest.find_damage(step, checksums=True) is None
     listed = set(manifest.read_manifest(step)["files"])
     there = {str(p.relative_to(step)) for p in step.rglob("*") if p.is_file()}
-    assert there - listed == {"manifest.json", "_CHECKPOINT_METADATA"}
+    marks = {f"{item}commit_success.txt" for item in ("", "state/", "data_state/", "meta/")}
+    assert there - listed == {"manifest.json", "_CHECKPOINT_METADATA"} | marks
 
     for path in step.rglob("parameters.weights.moe_layers.moe.w1/0.2.0.0"):
         content = bytearray(path.read_bytes())
