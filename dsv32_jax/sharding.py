@@ -110,8 +110,21 @@ def parse_mesh(text: str) -> MeshConfig:
     return MeshConfig(**{"ici_fsdp": 1} | {f"ici_{axis}": size for axis, size in sizes.items()})
 
 
-def _fill(sizes: list[int], total: int, kind: str) -> list[int]:
-    """Replace a -1 by what is left of total; the product must come out as total."""
+def fill_axes(cfg: MeshConfig, kind: str, total: int) -> list[int]:
+    """Return the sizes of the axes, a -1 replaced by what is left.
+
+    Args:
+        cfg: Sizes of the axes.
+        kind: "ici" or "dcn".
+        total: Devices of a slice, or slices.
+
+    Returns:
+        Sizes, in the order of AXES.
+
+    Raises:
+        ValueError: If they do not multiply to the total.
+    """
+    sizes = [cfg.size(kind, axis) for axis in AXES]
     known = math.prod(size for size in sizes if size != -1)
     filled = [total // known if size == -1 else size for size in sizes]
     shape = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
@@ -139,8 +152,8 @@ def make_mesh(cfg: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     """
     devices = jax.devices() if devices is None else devices
     n_slices = len({getattr(device, "slice_index", 0) for device in devices})
-    dcn = _fill([cfg.size("dcn", axis) for axis in AXES], n_slices, "dcn")
-    ici = _fill([cfg.size("ici", axis) for axis in AXES], len(devices) // n_slices, "ici")
+    dcn = fill_axes(cfg, "dcn", n_slices)
+    ici = fill_axes(cfg, "ici", len(devices) // n_slices)
     if n_slices > 1:
         grid = mesh_utils.create_hybrid_device_mesh(
             ici, dcn, devices=devices, allow_split_physical_axes=True

@@ -6,7 +6,9 @@ clocks that differ, folders that cannot be written.
 """
 
 import asyncio
+import contextlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import platform
@@ -38,6 +40,7 @@ PACKAGES = (
 )
 MAX_CLOCK_S = 5.0  # cloud storage and certificates refuse more than some minutes; NTP keeps well below a second
 RETRY_S = 0.2
+SETTLE_S = 0.5  # for another process of a number that came, and for the answers to leave
 SUMMARY = (
     "Check that the processes of a run find each other and agree. Start it on every host as the run would be started; "
     "exit status 1 where something is wrong."
@@ -64,6 +67,11 @@ class Place:
     port: int
     count: int
     index: int
+
+    @property
+    def address(self) -> str:
+        """Where process 0 is, as it is written in the environment."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -146,10 +154,12 @@ def problems_between(reports: dict[int, tuple[Report, float]], place: Place) -> 
         for i, (r, _) in sorted(reports.items())
         for p in r.problems
     ]
-    missing = sorted(set(range(place.count)) - set(reports))
-    if missing:
+    came = sum(i < place.count for i in reports)
+    if came < place.count:
+        # Not all of them: the count may be a mistake in the environment, of any size.
+        missing = list(itertools.islice((i for i in range(place.count) if i not in reports), 11))
         named = ", ".join(map(str, missing[:10])) + (" ..." if len(missing) > 10 else "")
-        found.append(f"{len(reports)} of {place.count} processes came; missing: {named}")
+        found.append(f"{came} of {place.count} processes came; missing: {named}")
     base = reports[0][0]
     for i, (other, arrived) in sorted(reports.items()):
         who = f"process {i} ({other.hostname})"
@@ -176,24 +186,30 @@ async def coordinate(place: Place, own: Report, timeout_s: float) -> list[str]:
     """
     reports = {0: (own, own.time)}
     twice: list[str] = []
+    callers: list[asyncio.StreamWriter] = []
     complete, verdict = asyncio.Event(), asyncio.get_running_loop().create_future()
 
     async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        callers.append(writer)
         try:
             other = Report(**json.loads(await reader.readline()))
         except (ValueError, TypeError, ConnectionError):
             writer.close()  # somebody else's connection, or a probe of the port
             return
         if other.index in reports:
+            first = reports[other.index][0].hostname
             twice.append(
-                f"two processes say that they are number {other.index}: {other.hostname} is one"
+                f"two processes say that they are number {other.index}: on {first} and on {other.hostname}"
             )
         else:
             reports[other.index] = (other, time.time())
-        if len(reports) == place.count:
+        if sum(i < place.count for i in reports) == place.count:
             complete.set()
-        writer.write(json.dumps(await asyncio.shield(verdict)).encode() + b"\n")
-        await writer.drain()
+        # Whoever comes after the verdict, as number of a process that came, is told of it too.
+        told = [*await asyncio.shield(verdict), *twice]
+        writer.write(json.dumps(list(dict.fromkeys(told))).encode() + b"\n")
+        with contextlib.suppress(ConnectionError):  # it may have ended in the meantime
+            await writer.drain()
         writer.close()
 
     try:
@@ -206,9 +222,13 @@ async def coordinate(place: Place, own: Report, timeout_s: float) -> list[str]:
                 await asyncio.wait_for(complete.wait(), timeout_s)
             except TimeoutError:
                 logger.debug("not all came")
+            await asyncio.sleep(SETTLE_S)
         verdict.set_result(problems_between(reports, place) + twice)
-        await asyncio.sleep(0.5)  # for the answers to leave
-    return list(verdict.result())
+        await asyncio.sleep(SETTLE_S)
+        # The server's end waits for all of its connections, those too of which nothing ever comes.
+        for caller in callers:
+            caller.close()
+    return list(dict.fromkeys([*verdict.result(), *twice]))
 
 
 def ask(place: Place, own: Report, timeout_s: float, show: Callable[[str], None]) -> list[str]:
@@ -224,22 +244,33 @@ def ask(place: Place, own: Report, timeout_s: float, show: Callable[[str], None]
     while time.monotonic() < until:
         try:
             with socket.create_connection((place.host, place.port), timeout=2) as connection:
-                show(f"reached {place.host}:{place.port}; waiting for all {place.count} processes")
+                show(f"reached {place.address}; waiting for all {place.count} processes")
                 connection.settimeout(2 * timeout_s)
                 sent = asdict(replace(own, time=time.time()))
                 connection.sendall(json.dumps(sent).encode() + b"\n")
                 answer = connection.makefile().readline()
                 if answer:
-                    return list(json.loads(answer))
+                    return _read_answer(answer)
                 reason = "process 0 ended before it answered"
+        except ValueError:
+            reason = "what answers there is not the doctor"
+            break
         except OSError as error:
             reason = str(error.strerror or error)
         time.sleep(RETRY_S)
     hint = "is process 0 running the doctor, and does a firewall let the port through?"
     return [
         *own.problems,
-        f"{place.host}:{place.port} cannot be reached from {own.hostname} ({reason}): {hint}",
+        f"{place.address} cannot be reached from {own.hostname} ({reason}): {hint}",
     ]
+
+
+def _read_answer(line: str) -> list[str]:
+    """Read process 0's verdict; a ValueError says that the line is none."""
+    found = json.loads(line)
+    if not isinstance(found, list):
+        raise ValueError(f"{line!r} must be a list")
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -280,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             place = Place("localhost", 0, 1, 0)
         else:
             sys.stdout.write(
-                f"process {place.index} of {place.count}; process 0 is {place.host}:{place.port}\n"
+                f"process {place.index} of {place.count}; process 0 is {place.address}\n"
             )
         sys.stdout.flush()
         own = report(place, args.storage)

@@ -7,6 +7,7 @@ Nothing here was run against Google Cloud: the commands follow the references of
 """
 
 import argparse
+import re
 import shlex
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from dsv32_jax import command_line
+from dsv32_jax import command_line, sharding
 from dsv32_jax.errors import UsageError, WorkFailedError
 from train import config_file, overrides
 
@@ -64,6 +65,10 @@ DEFAULT_STEPS = {
 TOOLS = {"gcloud": "the Google Cloud CLI, cloud.google.com/sdk", "xpk": "pip install xpk"}
 VENV = "dsv32"  # beside the wheel, in the home folder of every host
 POLL_S = 30
+NAMES = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")  # of what is made on Google Cloud
+WORDS = re.compile(r"[a-z0-9][a-z0-9.:_-]*")  # of what is there: projects, zones, types, versions
+# Devices, as JAX counts them, of a unit of an accelerator type: v5p counts cores, two a device.
+TYPE_DEVICES = {"v5litepod": 1.0, "v5p": 0.5, "v6e": 1.0}
 # States of a queued resource from which it does not become ACTIVE any more.
 LOST_STATES = ("FAILED", "SUSPENDING", "SUSPENDED", "DELETING")
 
@@ -271,6 +276,7 @@ def _chosen(steps: list[Step], names: Sequence[str]) -> list[Step]:
 
 def _job(recipe: str, args: argparse.Namespace) -> Job:
     """Check the options, and the config with its overrides before TPUs are paid for."""
+    _check_words(recipe, args)
     if args.slices < 1 or (recipe == TPU_VM and args.slices > 1):
         allowed = (
             "be 1: only queued resources and xpk have more" if args.slices > 1 else "be at least 1"
@@ -281,12 +287,16 @@ def _job(recipe: str, args: argparse.Namespace) -> Job:
         raise UsageError(
             f"--config {args.config}: the hosts have the wheel's or image's only: {names}"
         )
-    if not args.workdir.startswith(("gs://", "/")):
+    if not re.fullmatch(r"(gs:/)?/[^/].*", args.workdir):
         raise UsageError(
             f"--workdir {args.workdir} must be gs://BUCKET/..., or an absolute path that all hosts have in common"
         )
     settings = [*args.overrides, "distributed=true"]
-    overrides.apply_overrides(config_file.load_config(args.config), settings)
+    cfg = overrides.apply_overrides(config_file.load_config(args.config), settings)
+    with command_line.wrong_usage():
+        sharding.fill_axes(cfg.mesh, "dcn", args.slices)
+        if devices := _devices(args.accelerator_type):
+            sharding.fill_axes(cfg.mesh, "ici", devices)
     on_hosts = {}
     if recipe == XPK:
         on_hosts = {"image": args.image, "grace_s": args.grace_seconds}
@@ -307,6 +317,33 @@ def _job(recipe: str, args: argparse.Namespace) -> Job:
         storage=args.workdir,
         **on_hosts,
     )
+
+
+def _check_words(recipe: str, args: argparse.Namespace) -> None:
+    """Check what Google Cloud would refuse: an override where the name was forgotten, an empty variable of a shell."""
+    if not NAMES.fullmatch(args.name):
+        raise UsageError(
+            f"name {args.name!r} must be lower-case letters, digits and hyphens, first a letter"
+        )
+    options = ["project", "zone", "accelerator_type"]
+    for option in [*options, "runtime_version"] if recipe != XPK else options:
+        if not WORDS.fullmatch(value := getattr(args, option)):
+            flag = option.replace("_", "-")
+            raise UsageError(
+                f"--{flag} {value!r} must be lower-case letters, digits, hyphens, dots"
+            )
+    if recipe == XPK:
+        if not re.fullmatch(r"\S+", args.image):
+            raise UsageError(f"--image {args.image!r} must be the name of a container's image")
+        if args.grace_seconds < 1:
+            raise UsageError(f"--grace-seconds={args.grace_seconds} must be at least 1")
+
+
+def _devices(accelerator_type: str) -> int | None:
+    """Return the devices of a slice; None for a type whose name does not say it."""
+    kind, _, size = accelerator_type.partition("-")
+    known = kind in TYPE_DEVICES and size.isdecimal()
+    return round(int(size) * TYPE_DEVICES[kind]) if known else None
 
 
 def _parser(recipe: str) -> command_line.Parser:

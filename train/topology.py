@@ -1,5 +1,6 @@
 """TPU topologies by name, such as `v5p:8x8x8` or `v6e:16x16@4`: the devices a program is compiled for, without them."""
 
+import importlib.util
 import math
 import os
 import re
@@ -172,12 +173,15 @@ def describe(topology: Topology) -> list[Any]:
     os.environ.update(LIBTPU_ENVIRONMENT)
     name = str(Topology(kind=topology.kind, shape=topology.shape))
     slices = {"num_slices": topology.slices} if topology.slices > 1 else {}
+    if importlib.util.find_spec("libtpu") is None:
+        raise UsageError(f"topology {topology}: needs libtpu, pip install dsv32-jax[tpu]")
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name, **slices).devices
     except (RuntimeError, NotImplementedError, ValueError) as error:
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        shapes = ", ".join(topology.chip.shapes)
         raise UsageError(
-            f"topology {topology}: {line} (needs pip install dsv32-jax[tpu])"
+            f"topology {topology}: libtpu knows no such slice; shapes of {topology.kind} are {shapes} ({line})"
         ) from error
 
 

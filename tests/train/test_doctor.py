@@ -1,8 +1,13 @@
+import asyncio
+import contextlib
 import dataclasses
 import os
 import socket
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -106,3 +111,78 @@ def test_a_slurm_job_says_its_own_place(monkeypatch):
     for name, value in job.items():
         monkeypatch.setenv(name, value)
     assert doctor.find_place(5) == doctor.Place("node007", 61440, 3, 2)
+
+
+def test_two_processes_of_one_number_are_told_so_though_all_numbers_came(port):
+    places = [doctor.Place("127.0.0.1", port, 2, index) for index in (0, 1, 1)]
+    reports = [doctor.report(place, []) for place in places]
+    lines = []
+    with ThreadPoolExecutor(3) as threads:
+        coordinator = threads.submit(asyncio.run, doctor.coordinate(places[0], reports[0], 20))
+        others = [
+            threads.submit(doctor.ask, place, own, 20, lines.append)
+            for place, own in zip(places[1:], reports[1:], strict=True)
+        ]
+        found = [told.result() for told in (coordinator, *others)]
+    host = socket.gethostname()
+    line = f"two processes say that they are number 1: on {host} and on {host}"
+    assert found == [[line]] * 3
+
+
+def test_a_connection_of_which_nothing_comes_does_not_keep_the_doctor(port):
+    doctor_ = run(port, 0, 2, "--timeout", "3")
+    silent = connect(port)
+    ((text, status),) = ends(doctor_)
+    silent.close()
+    assert "1 of 2 processes came" in text
+    assert status == 1
+
+
+def connect(port):
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            return socket.create_connection(("127.0.0.1", port), timeout=1)
+        time.sleep(0.1)
+    raise TimeoutError
+
+
+@pytest.mark.parametrize("reply", [b"HTTP/1.0 400 Bad request\n", b"\xff\xfe\n", b"3\n"])
+def test_something_else_on_the_port_is_said_at_once(reply):
+    lines = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            caller, _ = server.accept()
+            caller.recv(10_000)
+            caller.sendall(reply)
+            caller.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        place = doctor.Place("127.0.0.1", server.getsockname()[1], 2, 1)
+        (problem,) = doctor.ask(place, said(1)[0], 60, lines.append)
+        thread.join()
+    assert "what answers there is not the doctor" in problem
+    assert len(lines) == 1
+
+
+def test_a_number_out_of_range_does_not_stand_in_for_one_that_is_missing():
+    problems = doctor.problems_between({0: said(0), 5: said(5, count=10)}, PLACE)
+    assert problems[0] == "1 of 2 processes came; missing: 1"
+
+
+def test_a_count_that_is_a_mistake_costs_nothing():
+    place = dataclasses.replace(PLACE, count=10**12)
+    (problem,) = doctor.problems_between({0: said(0, count=10**12)}, place)
+    assert problem.startswith("1 of 1000000000000 processes came; missing: 1, 2, 3")
+    assert problem.endswith("10 ...")
+
+
+def test_an_ipv6_address_is_shown_as_it_is_written(monkeypatch):
+    monkeypatch.setenv(hosts.ADDRESS, "[::1]:8476")
+    monkeypatch.setenv(hosts.COUNT, "2")
+    monkeypatch.setenv(hosts.INDEX, "1")
+    place = doctor.find_place(5)
+    assert place == doctor.Place("::1", 8476, 2, 1)
+    assert place.address == "[::1]:8476"

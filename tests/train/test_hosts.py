@@ -213,6 +213,25 @@ def test_a_process_killed_in_a_save_costs_that_save_alone(
             "JAX_NUM_PROCESSES set but not JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID",
         ),
         ({hosts.ADDRESS: "host", hosts.COUNT: "2", hosts.INDEX: "0"}, "host must be HOST:PORT"),
+        *(
+            (
+                {hosts.ADDRESS: address, hosts.COUNT: "2", hosts.INDEX: "0"},
+                "must be HOST:PORT, an IPv6",
+            )
+            for address in (
+                "::1",
+                "fe80::1:8476",
+                "[::1]",
+                "h:0",
+                "h:70000",
+                "http://h:8476",
+                "h :1",
+            )
+        ),
+        (
+            {hosts.ADDRESS: "h:1", hosts.COUNT: str(10**12), hosts.INDEX: "0"},
+            "must be a number below",
+        ),
         ({hosts.ADDRESS: "h:1", hosts.COUNT: "two", hosts.INDEX: "0"}, "two must be a number"),
         (
             {hosts.ADDRESS: "h:1", hosts.COUNT: "2", hosts.INDEX: "2"},
@@ -245,3 +264,33 @@ def test_an_error_of_its_own_is_not_blamed_on_another_process(monkeypatch):
         raise ValueError("odd")
     with pytest.raises(WorkFailedError, match="is gone"), hosts.losses_named():
         raise ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
+
+
+def join(port, index):
+    """Join in a process of its own, which jax would end by a signal; return its output and status."""
+    code = (
+        "import sys\nfrom dsv32_jax import command_line\nfrom train import hosts\n"
+        "with command_line.Boundary() as boundary:\n    hosts.join(timeout_s=2)\nsys.exit(boundary.status)"
+    )
+    place = {hosts.ADDRESS: f"127.0.0.1:{port}", hosts.COUNT: "2", hosts.INDEX: str(index)}
+    env = os.environ | place | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, text=True, capture_output=True, check=False
+    )
+    return done.stderr, done.returncode
+
+
+def test_a_port_that_is_taken_is_one_line_and_no_signal():
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        text, status = join(port, 0)
+    assert f"port {port} cannot be listened on (" in text
+    assert (text.count("\n"), status) == (1, 2)
+
+
+def test_a_process_0_that_is_not_reached_is_one_line_and_no_signal():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    text, status = join(port, 1)
+    assert f"process 0 was not reached at 127.0.0.1:{port} within 2 s (Connection refused)" in text
+    assert (text.count("\n"), status) == (1, 2)

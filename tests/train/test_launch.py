@@ -138,7 +138,9 @@ def test_a_tpu_vm_is_made_filled_checked_and_used(printed, wheel):
     [(1, ["--node-id=pod"]), (4, ["--node-count=4", "--node-prefix=pod"])],
 )
 def test_slices_of_a_queued_resource_are_its_nodes(printed, slices, nodes):
-    create, wait, *others = printed("queued", "--steps", ALL_STEPS["queued"], slices=slices)
+    create, wait, *others = printed(
+        "queued", "--steps", ALL_STEPS["queued"], f"mesh.dcn_data={slices}", slices=slices
+    )
     named = [flag for flag in shlex.split(create) if flag.startswith("--node")]
     assert named == nodes
     describe = "gcloud compute tpus queued-resources describe pod --project=p --zone=us-east5-a"
@@ -150,7 +152,7 @@ def test_slices_of_a_queued_resource_are_its_nodes(printed, slices, nodes):
 
 
 def test_a_workload_runs_in_the_image_on_every_slice(printed):
-    cluster, run = printed("xpk", slices=2)
+    cluster, run = printed("xpk", "mesh.dcn_data=2", slices=2)
     assert cluster == (
         "xpk cluster create --cluster=pod --project=p --zone=us-east5-a --tpu-type=v5p-128 --num-slices=2 --on-demand"
     )
@@ -255,6 +257,20 @@ def test_a_missing_tool_is_one_line(arguments, monkeypatch, capsys, tmp_path, re
         ("xpk", {}, ["--wheel", "x.whl"], "unrecognized arguments: --wheel"),
         ("queued", {}, ["dense.step=5"], "dense.steps"),
         ("queued", {}, ["dense.steps=0"], "steps=0"),
+        ("queued", {"project": ""}, [], "--project '' must be lower-case"),
+        ("queued", {"zone": "a; b"}, [], "--zone 'a; b' must be lower-case"),
+        ("queued", {"accelerator-type": "v5p 8"}, [], "--accelerator-type 'v5p 8' must be lower-case"),
+        ("queued", {"runtime-version": "$V"}, [], "--runtime-version '$V' must be lower-case"),
+        ("queued", {"workdir": "gs://"}, [], "--workdir gs:// must be gs://BUCKET/"),
+        ("queued", {"workdir": "/"}, [], "--workdir / must be gs://BUCKET/"),
+        ("xpk", {"image": ""}, [], "--image '' must be the name"),
+        ("xpk", {"grace-seconds": -5}, [], "--grace-seconds=-5 must be at least 1"),
+        ("queued", {"slices": 2}, [], "do not make the 2 slices: 1 must equal it"),
+        ("queued", {"slices": 2}, ["mesh.dcn_data=4"], "do not make the 2 slices: 4 must equal it"),
+        ("queued", {"accelerator-type": "v5p-64"}, ["mesh.ici_expert=3"],
+         "do not make the 32 devices: 3 must divide it"),
+        ("xpk", {"accelerator-type": "v6e-8", "config": "v32_671b_sparse"}, [],
+         "do not make the 8 devices: 16 must divide it"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_before_anything_is_made(
@@ -264,6 +280,14 @@ def test_a_mistake_is_one_line_before_anything_is_made(
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert fakes() == []
+
+
+@pytest.mark.parametrize("name", ["mesh.dcn_data=2", "Pod", "a pod", "pod'; echo", "", "pod-"])
+def test_a_name_that_google_cloud_would_refuse_is_refused_before(arguments, capsys, name):
+    recipe, _, *options = arguments("queued")
+    assert launch.main([recipe, name, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: name {name!r} must be lower-case letters")
 
 
 def test_the_help_names_the_recipes(capsys):
