@@ -118,9 +118,9 @@ def test_two_processes_of_one_number_are_told_so_though_all_numbers_came(port):
     reports = [doctor.report(place, []) for place in places]
     lines = []
     with ThreadPoolExecutor(3) as threads:
-        coordinator = threads.submit(asyncio.run, doctor.coordinate(places[0], reports[0], 20))
+        coordinator = threads.submit(asyncio.run, doctor.coordinate(places[0], reports[0], 20.0))
         others = [
-            threads.submit(doctor.ask, place, own, 20, lines.append)
+            threads.submit(doctor.ask, place, own, 20.0, lines.append)
             for place, own in zip(places[1:], reports[1:], strict=True)
         ]
         found = [told.result() for told in (coordinator, *others)]
@@ -161,7 +161,7 @@ def test_something_else_on_the_port_is_said_at_once(reply):
         thread = threading.Thread(target=serve)
         thread.start()
         place = doctor.Place("127.0.0.1", server.getsockname()[1], 2, 1)
-        (problem,) = doctor.ask(place, said(1)[0], 60, lines.append)
+        (problem,) = doctor.ask(place, said(1)[0], 60.0, lines.append)
         thread.join()
     assert "what answers there is not the doctor" in problem
     assert len(lines) == 1
