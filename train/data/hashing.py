@@ -51,7 +51,9 @@ def split_documents(
 def shuffle_documents(
     documents: Int64[np.ndarray, "chosen"], *, keys: UInt64[np.ndarray, "docs"], seed: int
 ) -> Int64[np.ndarray, "chosen"]:
-    """Order documents by a hash of key and seed, so whatever the order of files was.
+    """Order documents by a hash of key, copy and seed, so whatever the order of files was.
+
+    Copies of a document are counted, so that they fall apart instead of lying side by side.
 
     Args:
         documents: numbers of documents.
@@ -62,7 +64,19 @@ def shuffle_documents(
         the same numbers, reordered.
     """
     salt = _splitmix64(np.array([seed], np.uint64))
-    return documents[np.argsort(_splitmix64(keys[documents] ^ salt), kind="stable")]
+    chosen = keys[documents]
+    mixed = _splitmix64(chosen ^ salt) ^ (_copies(chosen) * np.uint64(0xD1342543DE82EF95))
+    return documents[np.argsort(mixed, kind="stable")]
+
+
+def _copies(keys: UInt64[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:
+    """Return how many equal keys come before each: 0 where a key is the first or only one."""
+    order = np.argsort(keys, kind="stable")
+    in_order, places = keys[order], np.arange(len(keys), dtype=np.uint64)
+    is_first = np.concatenate([np.ones(min(len(keys), 1), bool), in_order[1:] != in_order[:-1]])
+    copies = np.empty(len(keys), np.uint64)
+    copies[order] = places - np.maximum.accumulate(np.where(is_first, places, np.uint64(0)))
+    return copies
 
 
 def _splitmix64(x: UInt64[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:

@@ -52,3 +52,31 @@ def test_shuffling_does_not_depend_on_the_order_of_files():
     turned = KEYS[::-1].copy()
     backward = turned[hashing.shuffle_documents(np.arange(4000), keys=turned, seed=1)]
     np.testing.assert_array_equal(forward, backward)
+
+
+def test_copies_of_a_document_fall_apart():
+    few = np.random.default_rng(1).choice(KEYS[:50], size=4000)
+
+    order = few[hashing.shuffle_documents(np.arange(4000), keys=few, seed=1)]
+
+    # Drawn by chance, one neighbour in fifty is a copy.
+    assert np.mean(order[1:] == order[:-1]) < 0.03
+    assert sorted(order) == sorted(few)
+
+
+def test_the_order_of_documents_without_copies_is_fixed_for_all_time():
+    keys = np.arange(1, 9, dtype=np.uint64) * np.uint64(0x123456789)
+    assert hashing.shuffle_documents(np.arange(8), keys=keys, seed=3).tolist() == [
+        6,
+        1,
+        2,
+        3,
+        0,
+        7,
+        5,
+        4,
+    ]
+
+
+def test_no_documents_have_no_order():
+    assert hashing.shuffle_documents(np.arange(0), keys=KEYS, seed=1).tolist() == []
