@@ -1,6 +1,5 @@
 """Continued pre-training: dense base, indexer warm-up, sparse training, and the evidence that it worked."""
 
-import json
 import logging
 import sys
 import time
@@ -13,14 +12,14 @@ from jax.sharding import Mesh
 
 from dsv32_jax import command_line, json_files, sharding
 from dsv32_jax.convert.storage import Location
-from dsv32_jax.errors import UsageError
 from dsv32_jax.parameters import Parameters
-from train import command, evidence, hosts, overrides, report
+from train import command, evidence, hosts, report, run_folder
 from train.data import loader, mixture
 from train.data.corpus import Corpus, open_corpora
 from train.loop import Leg, LegResult, run_leg
 from train.recall import RecallSums
 from train.run_config import EvidenceConfig, RunConfig
+from train.run_folder import REPORT_FILE, SUMMARY_FILE
 from train.start import Start, find_start, restore_parameters
 
 logger = logging.getLogger("train.pretrain")  # as a command __name__ is __main__
@@ -36,7 +35,6 @@ ABOUT = command.CommandHelp(
     python -m train.pretrain --config v32_671b_sparse.py init_from=DIR distributed=true mesh.ici_expert=16
     """,
 )
-CONFIG_FILE, SUMMARY_FILE, REPORT_FILE = "config.json", "summary.json", "report.md"
 # What may change between two starts of one run: where it runs and how it is watched, not what it computes.
 CHANGEABLE = ("mesh", "checkpoint", "metrics", "guard", "evidence", "distributed")
 
@@ -89,30 +87,12 @@ def main(cfg: RunConfig, workdir: Location) -> int:
 
 
 def _is_finished(cfg: RunConfig, workdir: Location) -> bool:
-    """Compare the config with the workdir's; write it down where nothing is trained yet or the run may go on."""
-    path = workdir / CONFIG_FILE
-    now = json.loads(json.dumps(overrides.to_json_dict(cfg)))
-    trained = [*workdir.glob("checkpoints/*"), *workdir.glob("stages/*/checkpoints/*")]
-    if path.is_file() and trained:
-        before = json.loads(path.read_text())
-        changed = [
-            line for line in overrides.config_diff(before, now) if not _may_change(cfg, line)
-        ]
-        if changed:
-            raise UsageError(
-                f"{workdir} holds a run of another config ({'; '.join(changed[:3])}); choose another --workdir"
-            )
-        if before == now and (workdir / SUMMARY_FILE).is_file():
-            return True
-    if command_line.process_index() == 0:
-        (workdir / SUMMARY_FILE).unlink(missing_ok=True)
-        json_files.write_json(path, now)
-    return False
+    trained = (*workdir.glob("checkpoints/*"), *workdir.glob("stages/*/checkpoints/*"))
 
+    def may_change(field: str) -> bool:
+        return field.split(".")[0] in CHANGEABLE or field == f"{cfg.stages[-1]}.steps"
 
-def _may_change(cfg: RunConfig, line: str) -> bool:
-    field = line.split(":")[0]
-    return field.split(".")[0] in CHANGEABLE or field == f"{cfg.stages[-1]}.steps"
+    return run_folder.is_finished(cfg, workdir, trained=trained, may_change=may_change)
 
 
 def legs_of(cfg: RunConfig, workdir: Location, start: Start) -> list[Leg]:

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jax.sharding import Mesh
 
@@ -15,11 +15,31 @@ from dsv32_jax.convert.storage import Location
 from dsv32_jax.parameters import Parameters
 from train import overrides
 from train import state as states
-from train.checkpoint import Checkpoints
-from train.run_config import RunConfig
+from train.checkpoint import CheckpointConfig, Checkpoints
 from train.stage import Stage
 
 logger = logging.getLogger(__name__)
+
+
+@runtime_checkable  # so that the tests' type checks can look at it
+class Begins(Protocol):
+    """What the config of any run says of its beginning.
+
+    Attributes:
+        model: The model.
+        init_from: The run that it goes on from; None for a new model.
+        seed: Of the weights' draw.
+        checkpoint: How checkpoints are checked.
+    """
+
+    @property
+    def model(self) -> ModelConfig: ...  # noqa: D102
+    @property
+    def init_from(self) -> str | None: ...  # noqa: D102
+    @property
+    def seed(self) -> int: ...  # noqa: D102
+    @property
+    def checkpoint(self) -> CheckpointConfig: ...  # noqa: D102
 
 
 class Start(NamedTuple):
@@ -34,7 +54,7 @@ class Start(NamedTuple):
     load: Callable[[], Parameters]
 
 
-def find_start(cfg: RunConfig, mesh: Mesh) -> Start:
+def find_start(cfg: Begins, mesh: Mesh) -> Start:
     """Return where the run begins; nothing is drawn or read yet but the other run's notes.
 
     Args:
@@ -67,7 +87,7 @@ def find_start(cfg: RunConfig, mesh: Mesh) -> Start:
     return Start(done, lambda: restore_parameters(cfg, folder, mesh))
 
 
-def _check_model(cfg: RunConfig, folder: Location) -> None:
+def _check_model(cfg: Begins, folder: Location) -> None:
     """Refuse another model's run before anything is read, naming the fields that differ."""
     path = folder / "config.json"
     if not path.is_file():
@@ -80,7 +100,7 @@ def _check_model(cfg: RunConfig, folder: Location) -> None:
         raise ValueError(f"init_from={folder} is of another model ({changed})")
 
 
-def restore_parameters(cfg: RunConfig, folder: Location, mesh: Mesh) -> Parameters:
+def restore_parameters(cfg: Begins, folder: Location, mesh: Mesh) -> Parameters:
     """Read the parameters of a folder's newest whole checkpoint, without its moments.
 
     Args:
