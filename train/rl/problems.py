@@ -12,6 +12,8 @@ from dsv32_jax.errors import UsageError
 from train.overrides import nearest
 from train.rl.tasks import Task
 
+CHUNK = 64  # problems of one generator: making one reads word lists and the like
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
@@ -63,7 +65,7 @@ def draw_problem(family: Family, *key: str | int) -> Task:
 
     Args:
         family: The family.
-        key: Any names and numbers; the same give the same problem, others an unrelated one.
+        key: Any names and numbers, then an index from 0 on; the same give the same problem, others an unrelated one.
 
     Returns:
         The task.
@@ -71,9 +73,11 @@ def draw_problem(family: Family, *key: str | int) -> Task:
     Raises:
         UsageError: If reasoning-gym is not installed, or has no such family or setting.
     """
+    *names, index = key
+    assert isinstance(index, int), "a key ends with an index"
     category = make_generator(family.name, family.settings).category
-    # One generator a problem: a few families can not count further than the size they are made with.
-    entry = _make(family.name, family.settings, seed=number_of(family.name, *key) % 2**32)[0]
+    chunk, place = divmod(index, CHUNK)
+    entry = _make_chunk(family.name, family.settings, (*names, chunk))[place]
     return Task(
         name=":".join(map(str, (family.name, *key))),
         domain=category,
@@ -82,6 +86,14 @@ def draw_problem(family: Family, *key: str | int) -> Task:
         answer=entry["answer"] or "",  # some families only check
         data={"family": family.name, "settings": family.settings, "entry": entry},
     )
+
+
+@functools.lru_cache(maxsize=32)
+def _make_chunk(
+    name: str, settings: tuple[tuple[str, Any], ...], key: tuple[str | int, ...]
+) -> Any:
+    """Return a generator of CHUNK problems: a few families can not count further than the size they are made with."""
+    return _make(name, settings, seed=number_of(name, *key) % 2**32, size=CHUNK)
 
 
 @functools.cache
@@ -98,10 +110,10 @@ def make_generator(name: str, settings: tuple[tuple[str, Any], ...]) -> Any:
     Raises:
         UsageError: If reasoning-gym is not installed, or has no such family or setting.
     """
-    return _make(name, settings, seed=0)
+    return _make(name, settings, seed=0, size=1)
 
 
-def _make(name: str, settings: tuple[tuple[str, Any], ...], *, seed: int) -> Any:
+def _make(name: str, settings: tuple[tuple[str, Any], ...], *, seed: int, size: int) -> Any:
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -112,7 +124,7 @@ def _make(name: str, settings: tuple[tuple[str, Any], ...], *, seed: int) -> Any
         hint = f"did you mean {' or '.join(close)}?" if close else f"it has {len(DATASETS)} others"
         raise UsageError(f"reasoning-gym has no family {name!r}; {hint}")
     try:
-        return reasoning_gym.create_dataset(name, seed=seed, size=1, **dict(settings))
+        return reasoning_gym.create_dataset(name, seed=seed, size=size, **dict(settings))
     except (TypeError, ValueError, AssertionError) as error:
         raise UsageError(f"{name} does not take settings {dict(settings)}: {error}") from error
 

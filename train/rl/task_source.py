@@ -1,6 +1,7 @@
 """The tasks of a run, by number: generated ones without end, and those of files, epoch after epoch."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence, Set
 from pathlib import Path
 
@@ -79,7 +80,7 @@ class _Generated:
 
     def __getitem__(self, index: int) -> Task:
         for attempt in range(MAX_ATTEMPTS):
-            task = draw_problem(self._family, "train", self._seed, index, attempt)
+            task = draw_problem(self._family, "train", self._seed, attempt, index)
             if task.question not in self._excluded:
                 return task
         raise UsageError(
@@ -95,7 +96,8 @@ class TaskSource:
         cfg: What to ask.
 
     Attributes:
-        held_out: What training never asks: no task of any source has the question of one of these.
+        held_out: What training never asks: no task of any source has the question of one of these. The sources take
+            turns.
 
     Raises:
         UsageError: If a source can not be read or made, or all of a file is held out.
@@ -104,13 +106,15 @@ class TaskSource:
     def __init__(self, cfg: TaskConfig) -> None:
         """Open the sources; the class docstring has the arguments."""
         files = {file.path: read_tasks(Path(file.path)) for file in cfg.files}
-        kept = [task for family in cfg.families for task in _hold_out(family, cfg.held_out)]
+        parts = [_hold_out(family, cfg.held_out) for family in cfg.families]
         below = cfg.held_out_fraction * 2**48
         # The side is told by the question alone: copies of one, in any file, fall on the same.
-        kept += [t for tasks in files.values() for t in tasks if number_of(t.question) < below]
+        parts += [[t for t in tasks if number_of(t.question) < below] for tasks in files.values()]
+        in_turn = itertools.chain.from_iterable(itertools.zip_longest(*parts))
+        kept = [task for task in in_turn if task is not None]
         self.held_out: Sequence[Task] = kept
         excluded = frozenset(task.question for task in kept)
-        parts = [
+        sources = [
             grain.MapDataset.source(_Generated(family, cfg.seed, excluded))
             for family in cfg.families
         ]
@@ -120,11 +124,11 @@ class TaskSource:
                 raise UsageError(
                     f"{path}: all of its {len(tasks)} tasks are held out, or it has none"
                 )
-            parts.append(
+            sources.append(
                 grain.MapDataset.source(left).shuffle(number_of(path, cfg.seed) % 2**32).repeat()
             )
         weights = [f.weight for f in cfg.families] + [f.weight for f in cfg.files]
-        self._mixed = grain.MapDataset.mix(parts, weights)
+        self._mixed = grain.MapDataset.mix(sources, weights)
 
     def __getitem__(self, index: int) -> Task:
         """Return the task at an index, from 0 on without end; a file comes in a new order each epoch."""
