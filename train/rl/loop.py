@@ -1,11 +1,14 @@
 """The run of reinforcement learning: gate, draws, steps, evaluations, checkpoints; resumed where it was stopped."""
 
 import collections
+import contextlib
 import hashlib
 import json
 import logging
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dsv32_jax import json_files, parameters
+from dsv32_jax import json_files, parameters, sharding
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.errors import WorkFailedError
 from dsv32_jax.parameters import Parameters
+from dsv32_jax.sharding import MeshConfig
 from train import hosts, progress
 from train import state as states
 from train.checkpoint import CheckpointConfig, Checkpoints
@@ -28,13 +32,13 @@ from train.rl import agreement, pending, policy
 from train.rl.groups import Group
 from train.rl.learner import STAGE
 from train.rl.settings import RlConfig
-from train.rl.trainer import Learner, Sampler, Tasks
+from train.rl.trainer import Drawn, Learner, Sampler, Tasks
 from train.signals import StopOnSignal
 from train.state import TrainState
 
 logger = logging.getLogger(__name__)
 
-SAMPLES_FILE = "samples.jsonl"
+SAMPLES_FILE, SAMPLES_TEXT = "samples.jsonl", "samples.md"
 MAX_EMPTY = 5  # draws in a row from which nothing can be learned
 
 
@@ -94,23 +98,31 @@ class Run:
         self._setting, self._folder, self._mesh = setting, folder, mesh
         rl = setting.rl
         self._checkpoints = Checkpoints(folder / "checkpoints", setting.checkpoint)
-        self._sampler = Sampler(setting.model, rl.rollouts, setting.tasks, seed=setting.seed)
+        self._sampler = Sampler(
+            setting.model,
+            rl.rollouts,
+            setting.tasks,
+            seed=setting.seed,
+            mesh=_sampler_mesh(rl, mesh),
+        )
+        self._thread = ThreadPoolExecutor(1, "rollouts")
+        self._drawing: Future[Drawn] | None = None
         self._learner = Learner(
             setting.model,
             rl.learner,
             kl_strength=setting.kl_strength,
             max_tokens=rl.rollouts.max_tokens,
         )
-        self._queue: collections.deque[tuple[tuple[Group, ...], dict[str, float]]]
-        self._queue = collections.deque()
+        self._queue: collections.deque[Drawn] = collections.deque()
         self._figures: dict[str, float] = {}
         self._n_empty = 0
 
-    def run(self, start: Callable[[], Parameters]) -> dict[str, float]:
+    def run(self, start: Callable[[], Parameters], stop: StopOnSignal) -> dict[str, float]:
         """Train to the last step.
 
         Args:
             start: Returns the policy to begin with; called only where there is no checkpoint.
+            stop: Listens for signals.
 
         Returns:
             The figures of the run, for its summary.
@@ -119,8 +131,9 @@ class Run:
             StoppedError: A signal asked to stop; the state is saved.
             WorkFailedError: Sampler and learner disagree, nothing can be learned, or a gradient is no number.
         """
-        state, step = self._begin(start)
         rl = self._setting.rl
+        with _ended_by(stop, "before the first step: nothing is lost"):
+            state, step = self._begin(start)
         # Tokens differ from step to step; the rates of rollouts and training are logged on their own.
         log = RunMetrics(
             self._folder,
@@ -128,15 +141,20 @@ class Run:
             progress.Work(total_steps=rl.steps),
             start_step=step,
         )
-        with log, StopOnSignal() as stop:
+        with log:
+            if self._is_due(step) and self._figures.get("step/after") != step:
+                log.log(step, self._evaluate_after(state, step))  # what a signal had cut short
             while step < rl.steps:
-                state, values = self._step(state, step)
-                step += 1
-                if step % rl.evaluate_every == 0 or step == rl.steps:
-                    self._sampler.push(state.parameters, step)
-                    values["accuracy"] = self._evaluate()
-                    self._figures["accuracy/after"] = values["accuracy"]
-                log.log(step, values)
+                try:
+                    state, values = self._step(state, step)
+                    step += 1
+                    try:
+                        values |= self._evaluate_after(state, step)
+                    finally:
+                        log.log(step, values)
+                except WorkFailedError:
+                    if not stop.requested:  # else a signal ended a wait for rewards
+                        raise
                 self._checkpoints.poll()
                 # Read once: a signal during the save is the next step's, on every process alike.
                 stopping = hosts.largest(stop.requested)
@@ -153,6 +171,21 @@ class Run:
         self._remove_old_pending(step)
         return self._figures
 
+    def _is_due(self, step: int) -> bool:
+        rl = self._setting.rl
+        return step > 0 and (step % rl.evaluate_every == 0 or step == rl.steps)
+
+    def _evaluate_after(self, state: RlState, step: int) -> dict[str, float]:
+        """Return the figures of an evaluation, where one is due."""
+        if not self._is_due(step):
+            return {}
+        self._collect()  # it draws with older weights
+        self._sampler.push(state.parameters, step)
+        found = self._evaluate()
+        self._figures |= {f"{name}/after": value for name, value in found.items()}
+        self._figures["step/after"] = step
+        return found
+
     def _begin(self, start: Callable[[], Parameters]) -> tuple[RlState, int]:
         """Restore, or start anew; check that sampler and learner agree."""
         found = self._restore()
@@ -164,8 +197,9 @@ class Run:
         self._sampler.push(state.parameters, step)
         self._check_agreement(state.parameters)
         if step == 0:
-            self._figures["accuracy/before"] = self._evaluate()
-            logger.info("held-out accuracy before: %.3f", self._figures["accuracy/before"])
+            before = self._evaluate()
+            self._figures |= {f"{name}/before": value for name, value in before.items()}
+            logger.info("held-out accuracy before: %.3f", before["accuracy"])
         return state, step
 
     def _create(self, params: Parameters) -> RlState:
@@ -181,19 +215,27 @@ class Run:
     def _step(self, state: RlState, step: int) -> tuple[RlState, dict[str, float]]:
         """Draw what is missing, learn from the oldest draw."""
         rl = self._setting.rl
-        while len(self._queue) <= rl.rollouts.staleness:
+        began = time.monotonic()
+        self._collect()
+        waiting, syncing = time.monotonic() - began, 0.0
+        missing = rl.rollouts.staleness + 1 - len(self._queue)
+        for i in range(missing):
+            began = time.monotonic()
             self._sampler.push(state.parameters, step)
-            drawn = self._sampler.draw()
-            self._queue.append((drawn.groups, drawn.figures))
-            if len(self._queue) == 1 and step % rl.samples_every == 0:
-                self._write_samples(step, drawn.groups)
+            syncing += time.monotonic() - began
+            if rl.rollouts.overlap and i + 1 == missing:
+                self._drawing = self._thread.submit(self._sampler.draw)
+            else:
+                self._queue.append(self._sampler.draw())
         groups, figures = self._queue.popleft()
+        if step % rl.samples_every == 0:
+            self._write_samples(step, groups)
         self._n_empty = 0 if groups else self._n_empty + 1
         if self._n_empty >= MAX_EMPTY:
             raise WorkFailedError(
                 f"{MAX_EMPTY} draws in a row had no group to learn from: {json.dumps(figures)}"
             )
-        values = dict(figures)
+        values = figures | {"seconds/sync": syncing, "seconds/waiting": waiting}
         if groups:
             reference = state.reference or None
             trained, learned = self._learner.step(TrainState(*state[:3]), reference, groups, step)
@@ -203,6 +245,12 @@ class Run:
         if every is not None and (step + 1) % every == 0:
             state = state._replace(reference=self._copy(state.parameters))
         return state, values
+
+    def _collect(self) -> None:
+        """Wait for the draw that is under way and put it behind the others."""
+        if self._drawing is not None:
+            drawing, self._drawing = self._drawing, None
+            self._queue.append(drawing.result())
 
     def _check_agreement(self, params: Parameters) -> None:
         """Compare sampler and learner on fresh responses; stop the run where they are not one policy."""
@@ -225,15 +273,26 @@ class Run:
         self._figures["gate/ratio_mean"] = found.ratio_mean
         self._figures["gate/largest_difference"] = found.largest
 
-    def _evaluate(self) -> float:
-        """Return the mean reward of one response to each held-out task; responses without one count 0."""
+    def _evaluate(self) -> dict[str, float]:
+        """Return the share of held-out tasks that one response each gets wholly right, over all and by source.
+
+        Where a task has no verifier its reward counts instead; a response without a reward counts 0.
+        """
         tasks = self._setting.held_out
         asked = [tasks.ask(i) for i in range(self._setting.rl.evaluate_tasks)]
-        answers = list(zip(asked, self._sampler.respond(asked), strict=True))
-        return float(np.mean([reward or 0.0 for reward in tasks.judge(answers)]))
+        scored = tasks.judge(list(zip(asked, self._sampler.respond(asked), strict=True)))
+        by_source: dict[str, list[float]] = {}
+        for task, one in zip(asked, scored, strict=True):
+            correct = one.components.get("correct")
+            value = (one.total or 0.0) if correct is None else float(correct == 1)
+            by_source.setdefault(task.source, []).append(value)
+        found = {f"accuracy/{source}": float(np.mean(v)) for source, v in by_source.items()}
+        return {
+            "accuracy": float(np.mean([v for part in by_source.values() for v in part]))
+        } | found
 
     def _write_samples(self, step: int, groups: tuple[Group, ...]) -> None:
-        """Write the responses of the first group for a person to read."""
+        """Write the responses of the first group, for programs and for people."""
         if not groups or jax.process_index():
             return
         text, group = self._setting.text, groups[0]
@@ -247,14 +306,19 @@ class Run:
                 for r, reward in zip(group.rollouts, group.rewards, strict=True)
             ],
         }
-        with (self._folder / SAMPLES_FILE).open("a", encoding="utf-8") as file:
-            file.write(json_files.line_of(row))
+        path = self._folder / SAMPLES_FILE
+        # A run that was cut off comes by this step a second time.
+        rows = [one for one in json_files.read_lines(path) if one["step"] < step] + [row]
+        json_files.replace_text(path, "".join(map(json_files.line_of, rows)))
+        shown = "\n".join(map(samples_text, rows))
+        json_files.replace_text(self._folder / SAMPLES_TEXT, shown)
 
     def _pending_path(self, step: int) -> Path:
         return self._folder / f"pending-{step}.npz"
 
     def _save(self, step: int, state: RlState) -> None:
         """Save arrays, where the tasks stand, and what is drawn and not yet learned from."""
+        self._collect()
         digest = None
         if self._queue:
             path = self._pending_path(step)
@@ -302,6 +366,49 @@ class Run:
             drawn = pending.load(path)
             figures = found.data_state["pending_figures"]
             self._queue.extend(
-                (tuple(groups), dict(f)) for groups, f in zip(drawn, figures, strict=True)
+                Drawn(tuple(groups), dict(f)) for groups, f in zip(drawn, figures, strict=True)
             )
         return found.state, found.step
+
+
+def _sampler_mesh(rl: RlConfig, mesh: Mesh) -> Mesh | None:
+    """Return where responses are drawn; None where the learner's weights themselves do."""
+    cfg = rl.rollouts
+    if cfg.devices:
+        apart = [device for device in jax.devices() if device not in set(mesh.devices.flat)]
+        return sharding.make_mesh(cfg.mesh or MeshConfig(), apart)
+    if cfg.mesh is not None:
+        return sharding.make_mesh(cfg.mesh, list(mesh.devices.flat))
+    return mesh if cfg.overlap else None
+
+
+@contextlib.contextmanager
+def _ended_by(stop: StopOnSignal, when: str) -> Iterator[None]:
+    """Name the signal that ended a wait for rewards, rather than the wait."""
+    try:
+        yield
+    except WorkFailedError as error:
+        if not stop.requested:
+            raise
+        name = signal.Signals(stop.requested).name
+        raise StoppedError(stop.requested, f"{name} {when}") from error
+
+
+def samples_text(row: Mapping[str, Any]) -> str:
+    """Lay a group of responses out for a person to read.
+
+    Args:
+        row: A line of `samples.jsonl`.
+
+    Returns:
+        Markdown: the prompt, then each response with its reward.
+    """
+    lines = [f"## Step {row['step']}, {row['domain']}", *_quoted(row["prompt"]), ""]
+    for response in row["responses"]:
+        cut = ", cut at the limit of tokens" if response["end"] == "length" else ""
+        lines += [f"Reward {response['reward']:.3f}{cut}:", *_quoted(response["text"]), ""]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> list[str]:
+    return [f"    {line}" for line in text.splitlines()]

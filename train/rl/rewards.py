@@ -463,7 +463,7 @@ def summarise(groups: Sequence[Sequence[Scored]]) -> dict[str, float]:
         values = [one.components[name] for one in every if name in one.components]
         figures[f"reward/{name}"] = math.fsum(values) / len(values)
     totals = [[one.total for one in group if one.total is not None] for group in groups]
-    figures["reward/equal_groups"] = sum(not t or max(t) - min(t) < EQUAL for t in totals)
+    figures["reward/equal_groups"] = 1.0 * sum(not t or max(t) - min(t) < EQUAL for t in totals)
     faults = Counter(one.fault for one in every)
-    figures["reward/faults"] = len(every) - len(rewards)
-    return figures | {f"reward/faults/{fault}": faults[fault] for fault in FAULTS}
+    figures["reward/faults"] = float(len(every) - len(rewards))
+    return figures | {f"reward/faults/{fault}": float(faults[fault]) for fault in FAULTS}

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from dsv32_jax.cache import CacheDtype
 from dsv32_jax.config import require
 from dsv32_jax.generate.sampling import SamplingParams
+from dsv32_jax.sharding import MeshConfig
 from train.optimizer import OptimizerConfig
 from train.rl.objective import ObjectiveConfig
 
@@ -25,7 +27,14 @@ class RolloutConfig:
         max_tokens: Longest response.
         slots: Responses drawn at once.
         page_size: Tokens of a page of the cache.
+        cache_dtype: "fp8" draws from a smaller cache, which the learner does not have: log-probabilities then differ,
+            and the gate must allow it.
         staleness: Steps that pass between drawing responses and learning from them; 0 is none.
+        overlap: Draw the next responses while the learner learns; needs staleness. Weights are then copied when they
+            are pushed. What is learned is the same as without.
+        devices: Devices of their own, the last ones of a process that has all; 0 shares the learner's. Without
+            `overlap` one side waits for the other.
+        mesh: Layout of the devices that draw; None takes the learner's.
         rounds: Draw more prompts, up to this many rounds, until the step has `prompts` groups whose rewards differ; 1
             takes groups as they come, those with equal rewards too.
     """
@@ -39,19 +48,27 @@ class RolloutConfig:
     max_tokens: int
     slots: int = 64
     page_size: int = 16
+    cache_dtype: CacheDtype = "model"
     staleness: int = 0
+    overlap: bool = False
+    devices: int = 0
+    mesh: MeshConfig | None = None
     rounds: int = 1
 
     def __post_init__(self) -> None:
         """Check ranges."""
         for name, least in (
             ("prompts", 1), ("group_size", 2), ("max_prompt_tokens", 1), ("max_tokens", 1),
-            ("slots", 1), ("page_size", 1), ("staleness", 0), ("rounds", 1),
+            ("slots", 1), ("page_size", 1), ("staleness", 0), ("devices", 0), ("rounds", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             require(value >= least, f"{name}={value} must be at least {least}")
         require(
             self.temperature > 0, f"temperature={self.temperature} must be positive to learn from"
+        )
+        require(
+            self.staleness > 0 or not self.overlap,
+            "overlap=true needs staleness of at least 1: there is nothing to learn from while responses are drawn",
         )
         self.params(seed=0)
 

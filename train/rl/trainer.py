@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from dsv32_jax import parameters
+from dsv32_jax import parameters, sharding
 from dsv32_jax.cache import CacheConfig
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.errors import WorkFailedError
@@ -23,6 +24,7 @@ from train.rl import learner, packing, policy, rollout
 from train.rl.groups import Group, Lessons
 from train.rl.learner import Sums, Targets
 from train.rl.packing import Packed
+from train.rl.rewards import Scored, summarise
 from train.rl.rollout import Rollout
 from train.rl.settings import LearnerConfig, RolloutConfig
 from train.state import TrainState
@@ -37,11 +39,13 @@ class Asked(NamedTuple):
         domain: Of the task.
         prompt: Its ids.
         task: Handed on to the judge.
+        source: Where it comes from: evaluations count each source's on its own.
     """
 
     domain: str
     prompt: Sequence[int]
     task: Any
+    source: str
 
 
 @runtime_checkable  # so that the tests' type checks can look at it
@@ -54,8 +58,8 @@ class Tasks(Protocol):
         """Return the task of a number, the same whenever it is asked for."""
         ...
 
-    def judge(self, answers: Sequence[tuple[Asked, Rollout]]) -> list[float | None]:
-        """Return a reward for each response, None where there is none."""
+    def judge(self, answers: Sequence[tuple[Asked, Rollout]]) -> list[Scored]:
+        """Return what each response is worth."""
         ...
 
 
@@ -87,7 +91,10 @@ def make_engine(
     """
     pages = -(-(rollouts.max_len + 1) // rollouts.page_size)
     cache = CacheConfig(
-        n_pages=rollouts.slots * pages, page_size=rollouts.page_size, keep_experts=True
+        n_pages=rollouts.slots * pages,
+        page_size=rollouts.page_size,
+        dtype=rollouts.cache_dtype,
+        keep_experts=True,
     )
     settings = EngineConfig(
         n_slots=rollouts.slots,
@@ -103,7 +110,15 @@ def make_engine(
 class Sampler:
     """Draws groups of responses, task after task, with weights that are pushed to it."""
 
-    def __init__(self, cfg: ModelConfig, rollouts: RolloutConfig, tasks: Tasks, *, seed: int):
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        rollouts: RolloutConfig,
+        tasks: Tasks,
+        *,
+        seed: int,
+        mesh: Mesh | None = None,
+    ):
         """Begin with the first task and no weights.
 
         Args:
@@ -111,8 +126,11 @@ class Sampler:
             rollouts: How responses are drawn.
             tasks: What is asked, and how answers are judged.
             seed: Of the draws.
+            mesh: Where weights are copied to when they are pushed, and responses drawn; None draws with the weights
+                that are pushed, where they lie.
         """
         self._cfg, self._rollouts, self._tasks, self._seed = cfg, rollouts, tasks, seed
+        self._mesh = mesh
         self._engine: Engine | None = None
         self._version = -1
         self.next_task = 0  # where a resumed run goes on
@@ -121,39 +139,57 @@ class Sampler:
         """Sample with these weights from now on."""
         if version == self._version:
             return
+        if self._mesh is not None:
+            params = _copied(params, parameters.shardings(self._cfg, self._mesh))
         if self._engine is None:
-            self._engine = make_engine(self._cfg, self._rollouts, self._tasks.eos_id, params)
+            with sharding.on_mesh(self._mesh):
+                self._engine = make_engine(self._cfg, self._rollouts, self._tasks.eos_id, params)
         else:
             self._engine.replace_model(parameters.assemble(self._cfg, params))
         self._version = version
 
     def draw(self) -> Drawn:
-        """Draw the responses of a step and have them judged.
+        """Draw the responses of a step and have them judged; where that fails, the next draw asks the same tasks.
 
         Returns:
             The groups; fewer than asked for where too many taught nothing or had no reward.
         """
-        cfg, began = self._rollouts, time.monotonic()
+        first = self.next_task
+        try:
+            return self._draw()
+        except BaseException:
+            self.next_task = first
+            raise
+
+    def _draw(self) -> Drawn:
+        cfg = self._rollouts
+        sampling = judging = 0.0
         groups: list[Group] = []
-        judged: list[tuple[Rollout, float | None]] = []
+        every: list[Rollout] = []
+        judged: list[list[Scored]] = []
         counts: collections.Counter[str] = collections.Counter()
         for _ in range(cfg.rounds):
             asked = self._next_tasks(cfg.prompts - len(groups), counts)
             each = [task for task in asked for _ in range(cfg.group_size)]
+            began = time.monotonic()
             drawn = self.respond(each)
-            rewards = self._tasks.judge(list(zip(each, drawn, strict=True)))
-            judged += zip(drawn, rewards, strict=True)
+            answered = time.monotonic()
+            scored = self._tasks.judge(list(zip(each, drawn, strict=True)))
+            sampling += answered - began
+            judging += time.monotonic() - answered
+            every += drawn
             for i, task in enumerate(asked):
                 part = slice(i * cfg.group_size, (i + 1) * cfg.group_size)
-                group = grouping.make_group(task.domain, drawn[part], rewards[part])
+                judged.append(scored[part])
+                rewards = [one.total for one in scored[part]]
+                group = grouping.make_group(task.domain, drawn[part], rewards)
                 counts["without_group"] += group is None
-                if group is not None:
-                    counts["degenerate"] += group.is_degenerate
-                    if cfg.rounds == 1 or not group.is_degenerate:
-                        groups.append(group)
+                if group is not None and (cfg.rounds == 1 or not group.is_degenerate):
+                    groups.append(group)
             if len(groups) >= cfg.prompts:
                 break
-        return Drawn(tuple(groups), _describe(judged, counts, time.monotonic() - began))
+        figures = _describe(every, judged, counts, sampling)
+        return Drawn(tuple(groups), figures | {"seconds/rewards": judging})
 
     def _next_tasks(self, n: int, counts: collections.Counter[str]) -> list[Asked]:
         """Return the next n tasks whose prompts fit."""
@@ -186,22 +222,31 @@ class Sampler:
         return [found[i] for i in range(len(asked))]
 
 
+def _copied(params: Parameters, layout: Any) -> Parameters:
+    """Return arrays of their own under another layout, on the same devices or on others; waits for them."""
+    here = {device for leaf in jax.tree.leaves(params) for device in leaf.sharding.device_set}
+    there = {device for leaf in jax.tree.leaves(layout) for device in leaf.device_set}
+    if here == there:  # by collectives, whatever process holds them
+        copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=layout)(params)
+    else:
+        copied = jax.device_put(params, layout, may_alias=False)
+    return jax.block_until_ready(copied)
+
+
 def _describe(
-    judged: Sequence[tuple[Rollout, float | None]], counts: collections.Counter[str], seconds: float
+    drawn: Sequence[Rollout],
+    judged: Sequence[Sequence[Scored]],
+    counts: collections.Counter[str],
+    seconds: float,
 ) -> dict[str, float]:
     """Return the figures of a step's responses."""
-    rewards = [reward for _, reward in judged if reward is not None]
-    n_tokens = sum(drawn.n_drawn for drawn, _ in judged)
-    return {
-        "reward": float(np.mean(rewards)) if rewards else float("nan"),
-        "length": n_tokens / len(judged),
-        "responses": float(len(judged)),
-        "without_reward": float(len(judged) - len(rewards)),
-        "at_limit": float(sum(drawn.reason == "length" for drawn, _ in judged)),
-        **{
-            name: float(counts[name])
-            for name in ("without_group", "degenerate", "prompts_too_long")
-        },
+    n_tokens = sum(one.n_drawn for one in drawn)
+    return summarise(judged) | {
+        "length": n_tokens / len(drawn),
+        "responses": float(len(drawn)),
+        "at_limit": float(sum(one.reason == "length" for one in drawn)),
+        **{name: float(counts[name]) for name in ("without_group", "prompts_too_long")},
+        "seconds/rollout": seconds,
         "tokens_per_s/rollout": n_tokens / max(seconds, 1e-9),
     }
 
@@ -283,6 +328,7 @@ class Learner:
         return state, _figures(total, len(parts)) | {
             "grad_norm": float(np.mean(norms)),
             "lr": float(rates.main),
+            "seconds/train": seconds,
             "tokens_per_s/train": sum(len(r.tokens) for g in groups for r in g.rollouts)
             / max(seconds, 1e-9),
         }

@@ -11,8 +11,10 @@ from train.metrics import MetricsConfig
 from train.optimizer import AdamConfig, OptimizerConfig, Schedule
 from train.rl import loop
 from train.rl.objective import ObjectiveConfig
+from train.rl.rewards import Scored
 from train.rl.settings import GateConfig, LearnerConfig, RlConfig, RolloutConfig
 from train.rl.trainer import Asked
+from train.signals import StopOnSignal
 
 RL = RlConfig(
     steps=4,
@@ -40,13 +42,12 @@ class Low:
 
     def ask(self, number):
         rng = np.random.default_rng(self.first + number)
-        return Asked("low", rng.integers(1, self.half, size=3 + number % 3).tolist(), number)
+        return Asked("low", rng.integers(1, self.half, size=3 + number % 3).tolist(), number, "low")
 
     def judge(self, answers):
-        return [
-            float(np.mean(drawn.response < self.half)) if self.reward is None else self.reward(task)
-            for task, drawn in answers
-        ]
+        if self.reward is not None:
+            return [self.reward(task) for task, _ in answers]
+        return [Scored(float(np.mean(drawn.response < self.half)), {}) for _, drawn in answers]
 
 
 @pytest.fixture
@@ -78,11 +79,11 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(tmp_path, setting, st
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     for folder in (whole, halves):
         folder.mkdir()
-    figures = loop.Run(setting, whole, mesh).run(start)
+    figures = loop.Run(setting, whole, mesh).run(start, StopOnSignal())
     first = setting._replace(rl=dataclasses.replace(RL, steps=2))
-    loop.Run(first, halves, mesh).run(start)
+    loop.Run(first, halves, mesh).run(start, StopOnSignal())
 
-    again = loop.Run(setting, halves, mesh).run(lambda: pytest.fail("starts anew"))
+    again = loop.Run(setting, halves, mesh).run(lambda: pytest.fail("starts anew"), StopOnSignal())
 
     assert again.keys() == figures.keys()
     for name in ("accuracy/before", "accuracy/after"):
@@ -92,7 +93,7 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(tmp_path, setting, st
     for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(a, b)
     assert not np.array_equal(mine.reference.weights["head"], mine.parameters.weights["head"])
-    names = ("step", "reward", "loss", "kl", "ratio/mean", "masked_fraction", "length")
+    names = ("step", "reward/mean", "loss", "kl", "ratio/mean", "masked_fraction", "length")
     assert [[row[n] for n in names] for row in rows(halves)] == [
         [row[n] for n in names] for row in rows(whole)
     ]
@@ -105,13 +106,31 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(tmp_path, setting, st
     assert [len(sample["responses"]) for sample in samples] == [3] * len(samples) != []
 
 
+def test_drawing_beside_the_learner_changes_nothing(tmp_path, setting, start, mesh):
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    overlap = setting._replace(
+        rl=dataclasses.replace(RL, rollouts=dataclasses.replace(RL.rollouts, overlap=True))
+    )
+    for folder, one in ((apart, setting), (together, overlap)):
+        folder.mkdir()
+        loop.Run(one, folder, mesh).run(start, StopOnSignal())
+
+    (_, mine), (_, other) = (final_arrays(f, setting, mesh) for f in (together, apart))
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+    names = ("reward/mean", "loss", "kl", "ratio/mean", "length")
+    assert [[row[n] for n in names] for row in rows(together)] == [
+        [row[n] for n in names] for row in rows(apart)
+    ]
+
+
 def test_pending_responses_that_were_changed_are_not_learned_from(tmp_path, setting, start, mesh):
     first = setting._replace(rl=dataclasses.replace(RL, steps=1))
-    loop.Run(first, tmp_path, mesh).run(start)
+    loop.Run(first, tmp_path, mesh).run(start, StopOnSignal())
     (tmp_path / "pending-1.npz").write_bytes(b"other")
 
     with pytest.raises(WorkFailedError, match=r"pending-1\.npz is not what checkpoint 1 was saved"):
-        loop.Run(setting, tmp_path, mesh).run(start)
+        loop.Run(setting, tmp_path, mesh).run(start, StopOnSignal())
 
 
 def test_a_run_whose_sampler_and_learner_disagree_does_not_start(tmp_path, setting, start, mesh):
@@ -119,7 +138,7 @@ def test_a_run_whose_sampler_and_learner_disagree_does_not_start(tmp_path, setti
     strict = setting._replace(rl=dataclasses.replace(RL, gate=gate))
 
     with pytest.raises(WorkFailedError, match="sampler and learner disagree on"):
-        loop.Run(strict, tmp_path, mesh).run(start)
+        loop.Run(strict, tmp_path, mesh).run(start, StopOnSignal())
 
     assert not (tmp_path / "checkpoints").exists()
 
@@ -128,11 +147,12 @@ def test_a_run_from_which_nothing_can_be_learned_stops_with_its_counts(
     tmp_path, setting, start, mesh
 ):
     lost = setting._replace(
-        tasks=Low(40, reward=lambda task: None), rl=dataclasses.replace(RL, steps=9)
+        tasks=Low(40, reward=lambda task: Scored(None, {}, "raised")),
+        rl=dataclasses.replace(RL, steps=9),
     )
 
-    with pytest.raises(WorkFailedError, match=r'5 draws in a row .* "without_reward": 6\.0'):
-        loop.Run(lost, tmp_path, mesh).run(start)
+    with pytest.raises(WorkFailedError, match=r'5 draws in a row .* "reward/faults": 6\.0,'):
+        loop.Run(lost, tmp_path, mesh).run(start, StopOnSignal())
 
 
 @pytest.mark.parametrize(

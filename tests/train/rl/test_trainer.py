@@ -9,6 +9,7 @@ from train import state as states
 from train.optimizer import AdamConfig, OptimizerConfig, Schedule, make_optimizer
 from train.rl import agreement, policy, trainer
 from train.rl.objective import ObjectiveConfig
+from train.rl.rewards import Scored
 from train.rl.settings import LearnerConfig, RolloutConfig
 from train.rl.trainer import Asked
 
@@ -34,12 +35,14 @@ class Low:
     def ask(self, number):
         rng = np.random.default_rng(number)
         n = 9 if number % 5 == 4 else 3 + number % 3
-        return Asked("low", rng.integers(1, self.half, size=n).tolist(), number)
+        return Asked("low", rng.integers(1, self.half, size=n).tolist(), number, "low")
 
     def judge(self, answers):
         if self.reward is not None:
-            return [self.reward(task, drawn) for task, drawn in answers]
-        return [float(np.mean(drawn.response < self.half)) for _, drawn in answers]
+            rewards = [self.reward(task, drawn) for task, drawn in answers]
+        else:
+            rewards = [float(np.mean(drawn.response < self.half)) for _, drawn in answers]
+        return [Scored(reward, {}, "raised" if reward is None else None) for reward in rewards]
 
 
 @pytest.fixture
@@ -73,9 +76,9 @@ def test_a_draw_has_a_group_for_each_prompt_and_tells_what_happened(cfg, drawn):
     texts = {tuple(r.response.tolist()) for g in drawn.groups for r in g.rollouts}
     assert len(texts) > 6  # each response has a seed of its own
     rewards = [reward for g in drawn.groups for reward in g.rewards]
-    np.testing.assert_allclose(drawn.figures["reward"], np.mean(rewards))
+    np.testing.assert_allclose(drawn.figures["reward/mean"], np.mean(rewards))
     assert drawn.figures["responses"] == 12
-    assert drawn.figures["without_reward"] == 0
+    assert drawn.figures["reward/faults"] == 0
 
 
 def test_prompts_that_are_too_long_are_passed_over_and_counted(cfg, params):
@@ -104,7 +107,7 @@ def test_groups_that_teach_nothing_are_drawn_again(cfg, params):
 
     assert len(again.groups) == 3
     assert not any(g.is_degenerate for g in again.groups)
-    assert again.figures["degenerate"] == once.figures["degenerate"] == 2
+    assert again.figures["reward/equal_groups"] == once.figures["reward/equal_groups"] == 2
     assert [g.is_degenerate for g in once.groups] == [True, False, True]
 
 
@@ -115,7 +118,7 @@ def test_responses_without_a_reward_teach_nothing_and_are_counted(cfg, params):
     found = make_sampler(cfg, params, Low(cfg, reward)).draw()
 
     assert len(found.groups) == 2
-    assert found.figures["without_reward"] == 4
+    assert found.figures["reward/faults"] == 4
     assert found.figures["without_group"] == 1
 
 
@@ -191,7 +194,7 @@ def test_the_loop_raises_the_reward(cfg, params, state):
     for step in range(8):
         sampler.push(state.parameters, step)
         found = sampler.draw()
-        rewards.append(found.figures["reward"])
+        rewards.append(found.figures["reward/mean"])
         state, _ = learner.step(state, params, found.groups, step)
 
     assert np.mean(rewards[-2:]) > rewards[0] + 0.1
