@@ -5,10 +5,21 @@ import pytest
 
 from dsv32_jax import config
 from train import config_file
+from train.rl.run_config import GrpoConfig
 from train.run_config import RunConfig
 
 FOLDER = Path(__file__).parents[2] / "configs"
 FILES = sorted(FOLDER.rglob("[!_]*.py"))
+
+
+def test_speciale_is_the_reasoning_run_without_a_penalty_on_length():
+    reasoning, speciale = map(config_file.load_config, ("v32_671b_grpo", "v32_671b_speciale"))
+
+    assert reasoning.rewards.length is not None
+    assert reasoning.rewards.weights[0].length > 0
+    assert speciale.rewards.length is None
+    assert speciale.rewards.weights[0].length == 0
+    assert speciale.rl.rollouts.max_tokens > reasoning.rl.rollouts.max_tokens
 
 
 def test_the_three_stages_have_a_config():
@@ -17,14 +28,16 @@ def test_the_three_stages_have_a_config():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_config_builds_a_run(path):
-    assert isinstance(config_file.load_config(str(path)), RunConfig)
+    assert isinstance(config_file.load_config(str(path)), RunConfig | GrpoConfig)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_config_says_how_and_on_what_it_is_run(path):
     text = ast.get_docstring(ast.parse(path.read_text()))
 
-    assert f"Command: python -m train.pretrain --config {path.name}" in text
+    command = "pretrain" if isinstance(config_file.load_config(str(path)), RunConfig) else "grpo"
+    assert f"Command: python -m train.{command}" in text
+    assert path.name in text or path.stem == "grpo"
     assert "\nHardware: " in text
 
 

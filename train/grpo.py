@@ -1,0 +1,168 @@
+"""Reinforcement learning by GRPO with DeepSeek-V3.2's stabilisers, from a cold-started or a given policy."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import jax
+from jax.sharding import Mesh
+
+from dsv32_jax import command_line, json_files, progress_line
+from dsv32_jax.convert import storage
+from dsv32_jax.convert.storage import Location
+from dsv32_jax.errors import UsageError
+from dsv32_jax.parameters import Parameters
+from dsv32_jax.tokenizer import Tokenizer, load_tokenizer
+from train import command, hosts, pretrain, run_folder
+from train.metrics import METRICS_FILE
+from train.rl import cold_start, report
+from train.rl.loop import Run, Setting
+from train.rl.questions import Questions
+from train.rl.rewards import Rewarder, require_scorable
+from train.rl.run_config import GrpoConfig
+from train.rl.task_source import TaskSource
+from train.run_folder import REPORT_FILE, SUMMARY_FILE
+from train.signals import StopOnSignal
+from train.start import find_start, restore_parameters
+
+logger = logging.getLogger("train.grpo")  # as a command __name__ is __main__
+
+ABOUT = command.CommandHelp(
+    name="python -m train.grpo",
+    summary="Train a policy on tasks whose answers can be checked, by GRPO with unbiased KL, off-policy mask, kept "
+    "routing and kept sampling mask. With no arguments a small policy is cold-started and learns in minutes on two CPU "
+    "cores. A run that was stopped goes on with the same command.",
+    examples="""
+    python -m train.grpo
+    python -m train.grpo --workdir runs/mine rl.steps=200 rl.rollouts.temperature=0.9
+    python -m train.grpo 'tasks.families=chain_sum:max_terms=3,gcd' 'tasks.files=mine.jsonl'
+    python -m train.grpo --config grpo_671b.py init_from=DIR distributed=true
+    """,
+    default_config="grpo.py",
+)
+# What may change between two starts of one run: where it runs and how it is watched, not what it computes.
+CHANGEABLE = ("mesh", "checkpoint", "metrics", "distributed", "rl.steps", "rl.samples_every")
+
+
+def main(cfg: GrpoConfig, workdir: Location) -> int:
+    """Make the policy to begin with, check that sampler and learner agree, train, and say what it brought.
+
+    Args:
+        cfg: The run.
+        workdir: The run's folder: `metrics.jsonl`, `samples.md`, `checkpoints/`, `plots/`, `report.md`, `summary.json`,
+            and the cold start under `cold_start/`.
+
+    Returns:
+        0.
+
+    Raises:
+        UsageError: If the workdir holds a run of another config, or the config does not fit the devices or the tasks.
+        WorkFailedError: If sampler and learner disagree, or nothing can be learned.
+    """
+    began = time.monotonic()
+    if cfg.distributed:
+        hosts.join()
+    if _is_finished(cfg, workdir):
+        logger.info("this run is finished")
+        _show_report(workdir)
+        return 0
+    if storage.is_remote(workdir):
+        raise UsageError(f"workdir={workdir} must be a folder: a run keeps files open in it")
+    with command_line.wrong_usage():
+        mesh = cfg.make_mesh()
+        cfg.check_mesh(mesh)
+        tokenizer = load_tokenizer(cfg.tokenizer)
+        _check_vocab(cfg, tokenizer)
+        source = TaskSource(cfg.tasks)
+        _check_tasks(cfg, source)
+        start = _policy(cfg, source, workdir, mesh)
+    with (
+        hosts.losses_named(),
+        jax.set_mesh(mesh),
+        StopOnSignal() as stop,
+        Rewarder(cfg.rewards, workdir, should_stop=lambda: bool(stop.requested)) as rewarder,
+    ):
+        pose = partial(
+            Questions,
+            tokenizer=tokenizer,
+            rewarder=rewarder,
+            style=cfg.rewards.style,
+            instruction=cfg.instruction,
+        )
+        asked = pose(source)
+        setting = Setting(
+            model=cfg.model,
+            rl=cfg.rl,
+            kl_strength=cfg.kl_strength,
+            tasks=asked,
+            held_out=pose(source.held_out),
+            text=asked.text,
+            checkpoint=cfg.checkpoint,
+            metrics=cfg.metrics,
+            seed=cfg.seed,
+        )
+        figures = Run(setting, workdir, mesh).run(start, stop)
+    if command_line.process_index() == 0:
+        rows = json_files.read_lines(workdir / METRICS_FILE)
+        figures |= report.means(rows) | {"wall_s": time.monotonic() - began}
+        json_files.write_json(workdir / SUMMARY_FILE, figures)
+        json_files.replace_text(workdir / REPORT_FILE, report.report_text(figures))
+        report.draw(rows, figures, workdir / "plots" / "grpo.png")
+    _show_report(workdir)
+    return 0
+
+
+def _is_finished(cfg: GrpoConfig, workdir: Location) -> bool:
+    def may_change(field: str) -> bool:
+        return field in CHANGEABLE or field.split(".")[0] in CHANGEABLE
+
+    trained = (*workdir.glob("checkpoints/*"), *workdir.glob("cold_start/**/checkpoints/*"))
+    return run_folder.is_finished(cfg, workdir, trained=trained, may_change=may_change)
+
+
+def _check_vocab(cfg: GrpoConfig, tokenizer: Tokenizer) -> None:
+    if tokenizer.vocab_size > cfg.model.vocab_size:
+        raise UsageError(
+            f"vocabulary too small: model.vocab_size={cfg.model.vocab_size}, but the tokenizer"
+            f" {cfg.tokenizer!r} has ids up to {tokenizer.vocab_size - 1}"
+        )
+
+
+def _check_tasks(cfg: GrpoConfig, source: TaskSource) -> None:
+    """Refuse tasks that can not be rewarded, and an evaluation of more tasks than there are."""
+    n = len(source.held_out)
+    if cfg.rl.evaluate_tasks > n:
+        raise UsageError(
+            f"rl.evaluate_tasks={cfg.rl.evaluate_tasks}, but only {n} tasks are held out;"
+            " raise tasks.held_out or lower it"
+        )
+    drawn = (source[i] for i in range(cfg.rl.rollouts.prompts))
+    require_scorable(cfg.rewards, (*source.held_out, *drawn))
+
+
+def _policy(
+    cfg: GrpoConfig, source: TaskSource, workdir: Location, mesh: Mesh
+) -> Callable[[], Parameters]:
+    """Return what loads the policy to begin with, the cold start having been run where there is one."""
+    if cfg.cold_start is None:
+        return find_start(cfg, mesh).load
+    folder = workdir / "cold_start"
+    line = progress_line.ProgressLine(sys.stderr, seconds=cfg.metrics.console_seconds)
+    path = cold_start.write_examples(cfg, source, folder, show=line.show)
+    line.close()
+    run = cfg.cold_start_run(str(path))
+    pretrain.main(run, folder)
+    return lambda: restore_parameters(run, folder, mesh)
+
+
+def _show_report(workdir: Location) -> None:
+    """Print the report."""
+    path = workdir / REPORT_FILE
+    if path.is_file() and command_line.process_index() == 0:
+        sys.stdout.write("\n" + path.read_text() + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(command.run_command(main, about=ABOUT))

@@ -1,0 +1,107 @@
+"""Tasks as tokens: the prompt that a policy sees, and the judging of what it answers."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from dsv32_jax import encoding
+from dsv32_jax.encoding import markup
+from dsv32_jax.tokenizer import Tokenizer
+from train.rl.answer import CLOSE, OPEN, Style
+from train.rl.rewards import Response, Rewarder, Scored
+from train.rl.rollout import Rollout
+from train.rl.tasks import Task
+from train.rl.trainer import Asked
+
+
+@runtime_checkable  # so that the tests' type checks can look at it
+class Numbered(Protocol):
+    """Tasks by number, such as a `TaskSource` or its held-out tasks."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return the task of a number."""
+        ...
+
+
+def prompt_text(task: Task, style: Style, instruction: str) -> str:
+    """Return what a policy is shown.
+
+    "thinking" and "chat" are the official format of one user message; "tags" and "plain" are for models that know no
+    messages: the question and a line break.
+
+    Args:
+        task: What is asked.
+        style: The format.
+        instruction: Put behind the question, on a line of its own.
+
+    Returns:
+        The text, special tokens spelled out.
+    """
+    question = f"{task.question}\n{instruction}" if instruction else task.question
+    if style in ("thinking", "chat"):
+        return encoding.encode_messages(
+            [{"role": "user", "content": question}], thinking_mode=style
+        )
+    return f"{markup.BOS}{question}\n"
+
+
+def solution_text(task: Task, style: Style) -> str:
+    """Return a task's answer as a response in the format, without thinking.
+
+    Args:
+        task: A task with an answer.
+        style: The format.
+
+    Returns:
+        The text up to and with the token that ends a turn.
+    """
+    tagged = task.answer if style == "plain" else f"{OPEN}{task.answer}{CLOSE}"
+    opening = markup.THINK_END if style == "thinking" else ""
+    return f"{opening}{tagged}{markup.EOS}"
+
+
+class Questions:
+    """Implements `trainer.Tasks` on text.
+
+    Args:
+        tasks: By number.
+        tokenizer: The policy's.
+        rewarder: Judges.
+        style: The format of prompts and responses.
+        instruction: See `prompt_text`.
+    """
+
+    def __init__(
+        self,
+        tasks: Numbered,
+        tokenizer: Tokenizer,
+        rewarder: Rewarder,
+        *,
+        style: Style,
+        instruction: str,
+    ) -> None:
+        """Keep what is given."""
+        self._tasks, self._tokenizer, self._rewarder = tasks, tokenizer, rewarder
+        self._style, self._instruction = style, instruction
+        self.eos_id = encoding.SpecialTokens.from_tokenizer(tokenizer).eos
+
+    def ask(self, number: int) -> Asked:
+        """Return the task of a number, the same whenever it is asked for."""
+        task = self._tasks[number]
+        text = prompt_text(task, self._style, self._instruction)
+        source = str(task.data.get("family", task.domain))
+        return Asked(task.domain, encoding.encode_text(text, self._tokenizer), task, source)
+
+    def judge(self, answers: Sequence[tuple[Asked, Rollout]]) -> list[Scored]:
+        """Return what each response is worth."""
+        tasks = [asked.task for asked, _ in answers]
+        responses = [
+            Response(self.text(drawn.response), drawn.n_drawn, cut=drawn.reason == "length")
+            for _, drawn in answers
+        ]
+        return self._rewarder.score(tasks, responses)
+
+    def text(self, tokens: np.ndarray) -> str:
+        """Return tokens as text, special ones spelled out."""
+        return encoding.decode_text(tokens, self._tokenizer)
