@@ -221,8 +221,8 @@ def logging_to_stderr() -> Iterator[None]:
     handler.setFormatter(_LineFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     handler.addFilter(_is_shown)
     levels = dict.fromkeys(PACKAGES, logging.INFO)
-    # Orbax logs each failure with its traceback before it raises; we report what it raises.
-    levels["absl"] = logging.CRITICAL
+    # Orbax and a bucket's client log each failure with its traceback before they raise; we report what they raise.
+    levels |= dict.fromkeys(("absl", "gcsfs", "google"), logging.CRITICAL)
     before = {name: logging.getLogger(name).level for name in levels}
     root = logging.getLogger()
     # Importing Orbax makes absl call logging.basicConfig, which would show each line twice.

@@ -16,7 +16,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from jax._src import clusters  # what jax.distributed.initialize itself asks; there is no public way
 
@@ -122,12 +124,13 @@ def find_place(timeout_s: int) -> Place | None:
     return Place(host.strip("[]"), int(port), int(count), int(index))
 
 
-def report(place: Place, folders: Sequence[str]) -> Report:
+def report(place: Place, folders: Sequence[str], timeout_s: float = storage.PROBE_S) -> Report:
     """Describe this process.
 
     Args:
         place: Its place.
-        folders: To try to write in, gs:// too.
+        folders: To try to write in, all at once, gs:// too.
+        timeout_s: Seconds that this may take.
     """
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -135,7 +138,9 @@ def report(place: Place, folders: Sequence[str]) -> Report:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    problems = [problem for folder in folders if (problem := storage.writing_problem(folder))]
+    with ThreadPoolExecutor(max(1, len(folders))) as threads:
+        tried = threads.map(partial(storage.writing_problem, timeout_s=timeout_s), folders)
+        problems = [problem for problem in tried if problem]
     return Report(place.index, place.count, socket.gethostname(), versions, time.time(), problems)
 
 
@@ -298,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             type=int,
             default=30,
             metavar="S",
-            help="seconds to wait for the others (30)",
+            help="seconds to wait for the others, and half of it for folders (30)",
         )
         args = parser.parse_args(argv)
         if args.timeout < 1:
@@ -314,7 +319,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"process {place.index} of {place.count}; process 0 is {place.address}\n"
             )
         sys.stdout.flush()
-        own = report(place, args.storage)
+        # Half of it, so that a process whose storage does not answer still comes in time to say so.
+        own = report(place, args.storage, args.timeout / 2)
         sys.stdout.write(
             f"{own.hostname}: " + ", ".join(f"{k} {v}" for k, v in own.versions.items()) + "\n"
         )

@@ -83,6 +83,41 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     assert storage.writing_problem(str(tmp_path / "runs")) is None
 
 
+NOBODY = {
+    "STORAGE_EMULATOR_HOST": "",
+    "GOOGLE_APPLICATION_CREDENTIALS": "",
+    "CLOUDSDK_CONFIG": "/nonexistent",
+    "NO_GCE_CHECK": "true",  # a metadata server is not looked for on the network
+}
+
+
+def test_buckets_without_credentials_are_named_in_a_line_each(port):
+    pytest.importorskip("gcsfs", reason="needs the extra gcs")
+    buckets = ("gs://a/runs", "gs://b/runs")
+    ((text, status),) = ends(run(port, 0, 1, "--storage", *buckets, env=NOBODY))
+    problems = [line for line in text.splitlines() if line.startswith("wrong: ")]
+    assert len(problems) == len(buckets)
+    for line, bucket in zip(problems, buckets, strict=True):
+        assert f"): {bucket} cannot be written: Your default credentials were not found." in line
+    assert "Traceback" not in text
+    assert status == 1
+
+
+def test_a_bucket_that_never_answers_is_named_in_time_for_the_others(port):
+    pytest.importorskip("gcsfs", reason="needs the extra gcs")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        env = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        argument = ("--storage", "gs://a/runs", "--timeout", "8")
+        begun = time.monotonic()
+        results = ends(run(port, 0, 2, "--timeout", "30"), run(port, 1, 2, *argument, env=env))
+    for text, status in results:
+        assert "): gs://a/runs cannot be written: no answer within 4 s" in text
+        assert "missing" not in text
+        assert "Traceback" not in text
+        assert status == 1
+    assert time.monotonic() - begun < 60
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
