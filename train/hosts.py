@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dsv32_jax.errors import UsageError, WorkFailedError
+from dsv32_jax.errors import OthersMissingError, UsageError
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 CONNECT_S, RETRY_S = 2, 0.2  # an attempt to reach process 0, and between two
@@ -133,14 +133,14 @@ def losses_named() -> Iterator[None]:
     coordinates them, and 100 s after any other is gone where they wait for it in a save and not in a collective.
 
     Raises:
-        WorkFailedError: In place of the collective's error.
+        OthersMissingError: In place of the collective's error.
     """
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         if jax.process_count() == 1 or not any(word in str(error) for word in LOST):
             raise
-        raise WorkFailedError(
+        raise OthersMissingError(
             "a process of this run is gone; start all of them again to go on from the last checkpoint"
             f" ({str(error).splitlines()[0][:200]})"
         ) from error

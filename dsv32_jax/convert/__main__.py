@@ -64,14 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         command_line.logging_to_stderr(),
         command_line.sigterm_raises(),
     ):
-        if given[:1] == [FROM_HF]:
+        parser = command_line.Parser(name=NAME, summary=SUMMARY, examples=EXAMPLES)
+        parser.add_argument("direction", choices=[FROM_HF, TO_HF])
+        if parser.first_word(given, "direction", [FROM_HF, TO_HF]) == FROM_HF:
             _run_from_hf(_from_parser().parse_args(given[1:]), boundary)
-        elif given[:1] == [TO_HF]:
-            _run_to_hf(_to_parser().parse_args(given[1:]), boundary)
         else:
-            parser = command_line.Parser(name=NAME, summary=SUMMARY, examples=EXAMPLES)
-            parser.add_argument("direction", choices=[FROM_HF, TO_HF])
-            parser.parse_args(given)
+            _run_to_hf(_to_parser().parse_args(given[1:]), boundary)
     return boundary.status
 
 

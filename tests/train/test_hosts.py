@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from dsv32_jax.errors import UsageError, WorkFailedError
+from dsv32_jax.errors import OthersMissingError, UsageError
 from train import hosts
 
 ROOT = Path(__file__).parents[2]
@@ -117,13 +117,14 @@ def test_four_processes_train_as_one_and_two_go_on(start, tmp_path, losses_of, e
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+    ("number", "status"), [(signal.SIGTERM, 42), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
 )
 def test_a_signal_to_one_process_stops_all_of_them_at_one_step(
     start, tmp_path, losses_of, number, status
 ):
     folder = tmp_path / "run"
-    processes = start(2, folder, "dense.steps=100000", "checkpoint.every_steps=10")
+    saving = ("checkpoint.every_steps=10", "--restart-status=42")
+    processes = start(2, folder, "dense.steps=100000", *saving)
     wait_for(folder / "checkpoints" / "10", processes)
     processes[1].send_signal(number)
 
@@ -262,7 +263,7 @@ def test_an_error_of_its_own_is_not_blamed_on_another_process(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="odd"), hosts.losses_named():
         raise ValueError("odd")
-    with pytest.raises(WorkFailedError, match="is gone"), hosts.losses_named():
+    with pytest.raises(OthersMissingError, match="is gone"), hosts.losses_named():
         raise ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
 
 

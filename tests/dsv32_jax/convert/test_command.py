@@ -22,8 +22,10 @@ def test_help_shows_whole_command_lines(convert, args):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "required: direction"),
-        (["sideways"], "invalid choice: 'sideways'"),
+        ([], "the direction comes first, one of from-hf, to-hf;"),
+        (["sideways"], "first, one of from-hf, to-hf, not sideways;"),
+        (["--threads", "2", "from-hf"], "first, one of from-hf, to-hf, not --threads;"),
+        (["from-hf", "--dtipe", "fp8"], "unrecognized arguments: --dtipe; did you mean --dtype"),
         (["from-hf"], "required: SRC, DST"),
         (["from-hf", "a"], "required: DST"),
         (["from-hf", "nowhere", "dst"], "no folder .*nowhere"),
