@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dsv32_jax import command_line, json_files, sharding
+from dsv32_jax import command_line, joining, json_files, sharding
 from dsv32_jax.convert.storage import Location
 from dsv32_jax.errors import UsageError
 from dsv32_jax.parameters import Parameters
@@ -58,7 +58,7 @@ def main(cfg: RunConfig, workdir: Location) -> int:
     """
     began = time.monotonic()
     if cfg.distributed:
-        hosts.join()
+        joining.join()
     if _is_finished(cfg, workdir):
         logger.info("this run is finished")
         _show_report(workdir)

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from tensorboardX import record_writer
 
-from dsv32_jax import check_logits, load_model, parameters
+from dsv32_jax import check_logits, joining, load_model, parameters
 from dsv32_jax.convert import __main__ as convert
 from dsv32_jax.convert import journal, storage
 from dsv32_jax.generate import __main__ as generate
-from train import command, doctor, hosts, pretrain
+from train import command, doctor, pretrain
 from train.data import config as data_config
 from train.data import files, readers, tokenize
 
@@ -131,7 +131,7 @@ def test_nothing_of_it_is_on_this_machine(run, tmp_path, monkeypatch, train):
 
 
 def test_the_doctor_says_which_bucket_can_be_written(bucket, capsys, monkeypatch):
-    for name in (hosts.ADDRESS, hosts.COUNT, hosts.INDEX):
+    for name in (joining.ADDRESS, joining.COUNT, joining.INDEX):
         monkeypatch.delenv(name, raising=False)
     assert doctor.main(["--storage", f"{bucket}/for/runs"]) == 0
     assert not (bucket / "for").exists()
