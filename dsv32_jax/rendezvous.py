@@ -87,9 +87,8 @@ class Verdict(NamedTuple):
         return [line for line in (*self.wrong, self.missing, self.unmet) if line]
 
 
-type Callers = Mapping[
-    int, tuple[Greeting, float]
-]  # by number: who came, and process 0's clock then
+# By number: who came, and process 0's clock then.
+type Callers = Mapping[int, tuple[Greeting, float]]
 
 
 def meet(
@@ -134,6 +133,7 @@ async def _receive_all(
     callers: dict[int, tuple[Greeting, float]] = {0: (own, time.time())}
     wrong: list[str] = []
     writers: list[asyncio.StreamWriter] = []
+    readers: dict[int, asyncio.StreamReader] = {}
     arrivals = itertools.count(2)  # this process is the first
     all_came, verdict = asyncio.Event(), asyncio.get_running_loop().create_future()
 
@@ -148,13 +148,15 @@ async def _receive_all(
             wrong.append(
                 f"{other.who} thinks there are {other.count} processes, process 0 {place.count}"
             )
-        if other.index in callers:
+        earlier = readers.get(other.index)
+        started_again = earlier is not None and earlier.at_eof()
+        if other.index in callers and not started_again:
             hosts = f"on {callers[other.index][0].hostname} and on {other.hostname}"
             wrong.append(f"two processes say that they are number {other.index}: {hosts}")
         else:
-            callers[other.index] = (other, time.time())
+            callers[other.index], readers[other.index] = (other, time.time()), reader
         # One that has another's number comes in place of the one that is missing.
-        if next(arrivals) >= place.count:
+        if not started_again and next(arrivals) >= place.count:
             all_came.set()
         # Whoever comes after the verdict, as number of a process that came, is told of it too.
         found = await asyncio.shield(verdict)

@@ -132,6 +132,21 @@ def test_strangers_are_not_counted_and_keep_nobody(meet, port, caplog):
     assert caplog.text == ""
 
 
+def test_a_process_that_is_started_again_meanwhile_is_not_two(port):
+    def meet(index):
+        place = Place("127.0.0.1", port, 3, index)
+        return rendezvous.meet(place, Greeting("test", index, 3), 20.0, show=lambda line: None)
+
+    with ThreadPoolExecutor(3) as threads:
+        zero = threads.submit(meet, 0)
+        for _ in range(2):
+            with connect(port) as killed:
+                killed.sendall(greeting(count=3))
+                time.sleep(0.2)
+        others = [threads.submit(meet, index) for index in (1, 2)]
+        assert [verdict.result() for verdict in (zero, *others)] == [Verdict([])] * 3
+
+
 def serve(*replies):
     """Answer one caller after the other with something; return the port and the thread."""
     server = socket.create_server(("127.0.0.1", 0))
