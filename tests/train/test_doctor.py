@@ -105,11 +105,11 @@ def test_a_bucket_that_never_answers_is_named_in_time_for_the_others(port):
     pytest.importorskip("gcsfs", reason="needs the extra gcs")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         env = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{silent.getsockname()[1]}"}
-        argument = ("--storage", "gs://a/runs", "--timeout", "8")
+        argument = ("--storage", "gs://a/runs", "--timeout", "6")
         begun = time.monotonic()
         results = ends(run(port, 0, 2, "--timeout", "30"), run(port, 1, 2, *argument, env=env))
     for text, status in results:
-        assert "): gs://a/runs cannot be written: no answer within 4 s" in text
+        assert "): gs://a/runs cannot be written: no answer within 3 s" in text
         assert "missing" not in text
         assert "Traceback" not in text
         assert status == 1
