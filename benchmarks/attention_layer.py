@@ -102,7 +102,7 @@ def main() -> None:
     cfg = config.v32_671b()
     index = dataclasses.replace(cfg.indexer, fp8=args.fp8)
     cfg = dataclasses.replace(cfg, indexer=index, kernels=args.kernels, init_std=0.02)
-    device = jax.devices()[0]
+    device = timing.accelerator(parser)
     print(f"{device.device_kind}; jax {jax.__version__}; {time.strftime('%Y-%m-%d')}; {args}")
     print("| tokens | form | ms | us/token | us/token at the end | dense / this at the end |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)

@@ -85,7 +85,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the results here")
     args = parser.parse_args()
-    device = jax.devices()[0]
+    device = timing.accelerator(parser)
     print(f"{device.device_kind}; jax {jax.__version__}; {time.strftime('%Y-%m-%d')}")
     ceiling = ceilings(args.rounds)
     print("; ".join(f"{name} {rate / 1e12:.3g} T/s" for name, rate in ceiling.items()))

@@ -37,6 +37,14 @@ def count(text: str) -> int:
     return number
 
 
+def accelerator(parser: argparse.ArgumentParser) -> jax.Device:
+    """Return the device to measure; ends the command where it is a CPU."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        parser.error("needs a GPU: what is measured would keep this CPU busy for hours")
+    return device
+
+
 class Report:
     """Results in a JSON file, written after each, so that a run that is cut short keeps what it has."""
 

@@ -6,6 +6,7 @@ stopped by SIGINT, 143 by SIGTERM elsewhere.
 
 import argparse
 import contextlib
+import difflib
 import errno
 import logging
 import math
@@ -14,9 +15,9 @@ import signal
 import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Never
+from typing import Any, Never
 
 import jax
 
@@ -51,6 +52,46 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, but refuse unknown options first: a required one may be among them, mistyped.
+
+        Args:
+          args: the words; those of this process by default.
+          namespace: as of argparse.
+
+        Returns:
+          As argparse.
+        """
+        words = sys.argv[1:] if args is None else list(args)
+        options = [word for word in words[: [*words, "--"].index("--")] if word.startswith("--")]
+        unknown = [o for o in options if o.split("=")[0] not in self._option_string_actions]
+        if unknown:
+            near = difflib.get_close_matches(
+                unknown[0].split("=")[0], self._option_string_actions, cutoff=0.8
+            )
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return super().parse_known_args(args, namespace)
+
+    def first_word(self, words: Sequence[str], what: str, choices: Sequence[str]) -> str:
+        """Read the word that says which of several parsers reads the rest.
+
+        Args:
+          words: the command line; `--help` alone shows this parser's.
+          what: the word's name for people.
+          choices: what it may be.
+
+        Returns:
+          The first word.
+        """
+        if words and words[0] in choices:
+            return words[0]
+        if words and words[0] in ("-h", "--help"):
+            self.print_help()
+            self.exit()
+        given = f", not {words[0]}" if words else ""
+        self.error(f"the {what} comes first, one of {', '.join(choices)}{given}")
+
     def error(self, message: str) -> Never:
         """Raise a UsageError in place of argparse's two lines.
 
@@ -60,7 +101,8 @@ class Parser(argparse.ArgumentParser):
         Raises:
           UsageError: always.
         """
-        raise errors.UsageError(f"{message}; see {self.prog} --help")
+        end = "" if message.endswith("?") else ";"
+        raise errors.UsageError(f"{message}{end} see {self.prog} --help")
 
 
 def non_negative(text: str) -> float:
@@ -98,6 +140,8 @@ class Boundary:
       started: whether the work itself has begun: an error before that is wrong usage.
       workdir: the run's folder, once it can be written.
       resumes: whether the same command goes on where it was stopped.
+      restart_status: exit status in place of its own where nothing was wrong with the run itself, which the same
+        command, given again, goes on with: a SIGTERM, or an error that says so; None for its own.
       shows_tracebacks: whether each error's traceback is shown.
     """
 
@@ -105,6 +149,7 @@ class Boundary:
     started: bool = False
     workdir: Location | None = None
     resumes: bool = True
+    restart_status: int | None = None
     shows_tracebacks: bool = field(
         default_factory=lambda: os.environ.get(TRACEBACK_VARIABLE) == "1"
     )
@@ -134,7 +179,7 @@ class Boundary:
         if self.shows_tracebacks:
             traceback.print_exception(error)
         if isinstance(error, TerminatedError):
-            self.status = TERMINATED
+            self.status = self.restart_status or TERMINATED
             _say("stopped by SIGTERM" + "; run the same command to go on" * self.resumes)
         elif isinstance(error, KeyboardInterrupt):
             self.status = INTERRUPTED
@@ -142,6 +187,8 @@ class Boundary:
         elif (line := _line_for(error)) is not None:
             usage = 1 if self.started else 2
             self.status = getattr(error, "exit_status", usage)
+            if getattr(error, "goes_on", False):
+                self.status = self.restart_status or self.status
             _say(f"error: {line}" if self.status else line)
         elif isinstance(error, Exception):
             self.status = 1
@@ -221,8 +268,8 @@ def logging_to_stderr() -> Iterator[None]:
     handler.setFormatter(_LineFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     handler.addFilter(_is_shown)
     levels = dict.fromkeys(PACKAGES, logging.INFO)
-    # Orbax logs each failure with its traceback before it raises; we report what it raises.
-    levels["absl"] = logging.CRITICAL
+    # Orbax and a bucket's client log each failure with its traceback before they raise; we report what they raise.
+    levels |= dict.fromkeys(("absl", "gcsfs", "google"), logging.CRITICAL)
     before = {name: logging.getLogger(name).level for name in levels}
     root = logging.getLogger()
     # Importing Orbax makes absl call logging.basicConfig, which would show each line twice.

@@ -32,7 +32,7 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def pad_rows(x: Shaped[Array, "N *R"], n_rows: int) -> Shaped[Array, "M *R"]:
+def pad_rows(x: Shaped[Array, " N *R"], n_rows: int) -> Shaped[Array, " M *R"]:
     """Append zero rows, so that no kernel reads past an array's end: what lies there could be NaN."""
     extra = n_rows - x.shape[0]
     return jnp.pad(x, ((0, extra), *((0, 0),) * (x.ndim - 1))) if extra else x

@@ -59,6 +59,7 @@ def run_command(
         if add_options is not None:
             add_options(parser)
         args = parser.parse_intermixed_args(argv)
+        boundary.restart_status = args.restart_status
         cfg = overrides.apply_overrides(config_file.load_config(args.config), args.overrides)
         workdir = args.workdir or Path("runs") / f"{about.folder_prefix}{Path(args.config).stem}"
         if problem := storage.writing_problem(workdir):
@@ -80,6 +81,12 @@ class _Parser(command_line.Parser):
         super().error(message)
 
 
+def _status(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 255:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number, 1 to 255")
+    return int(text)
+
+
 def _parser(about: CommandHelp) -> argparse.ArgumentParser:
     names = ", ".join(config_file.config_names()) or "none"
     parser = _Parser(name=about.name, summary=about.summary, examples=about.examples)
@@ -96,6 +103,13 @@ def _parser(about: CommandHelp) -> argparse.ArgumentParser:
         metavar="DIR",
         type=storage.locate,
         help=f"the run's folder, gs:// too; one that was begun is resumed (default: runs/{about.folder_prefix}NAME)",
+    )
+    parser.add_argument(
+        "--restart-status",
+        metavar="N",
+        type=_status,
+        help="exit status where a SIGTERM stopped the run (default: 0, or 143 with nothing saved) or another of its "
+        "processes is gone (1), so that a scheduler starts it again",
     )
     parser.add_argument(
         "overrides",

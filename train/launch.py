@@ -1,7 +1,7 @@
 """Command: create TPUs on Google Cloud, start a run on every host of them, and delete them again.
 
-Each recipe is a list of steps, each step one command of gcloud or xpk; `--dry-run` prints them as a shell script. A run
-that was preempted ended with exit code 0, which GKE takes for its end: it goes on when its step is taken again.
+Each recipe is a list of steps, each step one command of gcloud or xpk; `--dry-run` prints them as a shell script. A
+preempted run starts again on GKE; a queued resource that was preempted has to be deleted and made again.
 
 Nothing here was run against Google Cloud: the commands follow the references of gcloud (2026) and xpk 1.16.
 """
@@ -65,6 +65,8 @@ DEFAULT_STEPS = {
 TOOLS = {"gcloud": "the Google Cloud CLI, cloud.google.com/sdk", "xpk": "pip install xpk"}
 VENV = "dsv32"  # beside the wheel, in the home folder of every host
 POLL_S = 30
+MAX_RESTARTS = 100
+XPK_RESTARTS = 42  # what xpk 1.16 starts again, besides 127 to 255; 0 would be the end, any other status a failure
 NAMES = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")  # of what is made on Google Cloud
 WORDS = re.compile(r"[a-z0-9][a-z0-9.:_-]*")  # of what is there: projects, zones, types, versions
 # Devices, as JAX counts them, of a unit of an accelerator type: v5p counts cores, two a device.
@@ -90,8 +92,12 @@ class Step(NamedTuple):
     def line(self) -> str:
         """The command as a line of a shell script."""
         once = shlex.join(self.command)
+        if not self.until:
+            return once
+        problem = f'echo "step {self.name}: the state is $state, not {self.until}" >&2; exit 1'
         return (
-            f'until [ "$({once})" = {self.until} ]; do sleep {POLL_S}; done' if self.until else once
+            f'while state="$({once})" || exit; [ "$state" != {self.until} ]; do'
+            f' case "$state" in {"|".join(LOST_STATES)}) {problem};; esac; sleep {POLL_S}; done'
         )
 
 
@@ -191,9 +197,10 @@ def xpk(job: Job) -> list[Step]:
     slices = [f"--tpu-type={job.accelerator_type}", f"--num-slices={job.slices}"]
     cluster, workload = [f"--cluster={job.name}", *job.where], f"--workload={job.name}-run"
     run = ["xpk", "workload", "create", *cluster, workload, *slices, f"--docker-image={job.image}"]
-    run += [f"--termination-grace-period-seconds={job.grace_s}", "--max-restarts=100"]
+    run += [f"--termination-grace-period-seconds={job.grace_s}", f"--max-restarts={MAX_RESTARTS}"]
     # exec, so that the SIGTERM that xpk passes on to its shell reaches the run.
-    run += [f"--command={shlex.join(['exec', 'python', '-m', *job.training])}"]
+    command = ["exec", "python", "-m", *job.training, f"--restart-status={XPK_RESTARTS}"]
+    run += [f"--command={shlex.join(command)}"]
     return [
         Step("cluster", ["xpk", "cluster", "create", *cluster, *slices, *job.capacity]),
         Step("delete-run", ["xpk", "workload", "delete", *cluster, workload, "--force"]),
@@ -246,23 +253,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     with command_line.Boundary(resumes=False) as boundary, command_line.sigterm_raises():
-        if given[:1] and given[0] in RECIPES:
-            recipe = given[0]
-            args = _parser(recipe).parse_intermixed_args(given[1:])
-            for step in _chosen(RECIPES[recipe](_job(recipe, args)), args.steps):
-                if args.dry_run:
-                    sys.stdout.write(f"{step.line}\n")
-                    continue
-                if shutil.which(step.command[0]) is None:
-                    tool = step.command[0]
-                    raise UsageError(f"{tool} is not on PATH; it comes with {TOOLS[tool]}")
-                boundary.started = True
-                run_step(step)
-        else:
-            examples = "".join(EXAMPLES.values())
-            parser = command_line.Parser(name=NAME, summary=SUMMARY, examples=examples)
-            parser.add_argument("recipe", choices=list(RECIPES))
-            parser.parse_args(given)
+        examples = "".join(EXAMPLES.values())
+        parser = command_line.Parser(name=NAME, summary=SUMMARY, examples=examples)
+        parser.add_argument("recipe", choices=list(RECIPES))
+        recipe = parser.first_word(given, "recipe", list(RECIPES))
+        args = _parser(recipe).parse_intermixed_args(given[1:])
+        for step in _chosen(RECIPES[recipe](_job(recipe, args)), args.steps):
+            if args.dry_run:
+                sys.stdout.write(f"{step.line}\n")
+                continue
+            if shutil.which(step.command[0]) is None:
+                tool = step.command[0]
+                raise UsageError(f"{tool} is not on PATH; it comes with {TOOLS[tool]}")
+            boundary.started = True
+            run_step(step)
     return boundary.status
 
 
@@ -355,6 +359,7 @@ def _parser(recipe: str) -> command_line.Parser:
         "overrides",
         metavar="key=value",
         nargs="*",
+        default=[],
         help="fields of the config, as of train.pretrain",
     )
     add = parser.add_argument

@@ -77,7 +77,8 @@ class StoppedError(UserError):
     def __init__(self, number: int, message: str):
         """Keep the message; `number` is the signal's."""
         super().__init__(message)
-        self.exit_status = 0 if number == signal.SIGTERM else 128 + number
+        self.goes_on = number == signal.SIGTERM
+        self.exit_status = 0 if self.goes_on else 128 + number
 
 
 def run_leg(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dsv32_jax import command_line, json_files, sharding
+from dsv32_jax import command_line, joining, json_files, sharding
 from dsv32_jax.convert.storage import Location
 from dsv32_jax.parameters import Parameters
 from train import command, evidence, hosts, report, run_folder
@@ -56,7 +56,7 @@ def main(cfg: RunConfig, workdir: Location) -> int:
     """
     began = time.monotonic()
     if cfg.distributed:
-        hosts.join()
+        joining.join()
     if _is_finished(cfg, workdir):
         logger.info("this run is finished")
         _show_report(workdir)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax
 
-from dsv32_jax import command_line, errors
+from dsv32_jax import command_line, errors, joining
 from dsv32_jax.convert import from_hf, storage, to_hf
 from dsv32_jax.convert.from_hf import Figures
 from dsv32_jax.convert.slots import StoredDtype
@@ -18,6 +18,7 @@ logger = logging.getLogger("dsv32_jax.convert")  # __name__ ends in __main__ her
 
 NAME = "python -m dsv32_jax.convert"
 FROM_HF, TO_HF = "from-hf", "to-hf"
+PLACE = ("--coordinator", "--process-count", "--process-index")
 MAX_SHARD_GB = 2**20  # a pebibyte
 RESUMING = "An interrupted conversion goes on when the same command is given again; a finished one is checked."
 SUMMARY = f"""Convert weights between the official layout and checkpoints of this project.
@@ -64,14 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         command_line.logging_to_stderr(),
         command_line.sigterm_raises(),
     ):
-        if given[:1] == [FROM_HF]:
+        parser = command_line.Parser(name=NAME, summary=SUMMARY, examples=EXAMPLES)
+        parser.add_argument("direction", choices=[FROM_HF, TO_HF])
+        if parser.first_word(given, "direction", [FROM_HF, TO_HF]) == FROM_HF:
             _run_from_hf(_from_parser().parse_args(given[1:]), boundary)
-        elif given[:1] == [TO_HF]:
-            _run_to_hf(_to_parser().parse_args(given[1:]), boundary)
         else:
-            parser = command_line.Parser(name=NAME, summary=SUMMARY, examples=EXAMPLES)
-            parser.add_argument("direction", choices=[FROM_HF, TO_HF])
-            parser.parse_args(given)
+            _run_to_hf(_to_parser().parse_args(given[1:]), boundary)
     return boundary.status
 
 
@@ -129,13 +128,13 @@ def _report(figures: Figures, args: argparse.Namespace, dtype: str, done_before:
 
 def _workers(args: argparse.Namespace) -> Workers:
     """Join the other processes, where there are any."""
-    explicit = (args.coordinator, args.process_count, args.process_index)
-    if args.distributed or any(value is not None for value in explicit):
-        if any(value is not None for value in explicit) and None in explicit:
-            raise errors.UsageError(
-                "--coordinator, --process-count and --process-index belong together"
-            )
-        jax.distributed.initialize(*explicit)
+    given = (args.coordinator, args.process_count, args.process_index)
+    texts = {
+        option: str(value) for option, value in zip(PLACE, given, strict=True) if value is not None
+    }
+    place = joining.read_place(texts, PLACE)
+    if args.distributed or place is not None:
+        joining.join(place)
         count, index = jax.process_count(), jax.process_index()
         return Workers(threads=args.threads, process_count=count, process_index=index)
     return Workers(threads=args.threads)

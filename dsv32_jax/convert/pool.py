@@ -1,4 +1,4 @@
-"""Run independent pieces of work in threads, showing how far they are; the first error stops them all."""
+"""Run independent pieces of work in threads, showing how far they are; an error stops them all."""
 
 import sys
 import threading
@@ -76,25 +76,29 @@ def run_all[T](work: Callable[[T], None], items: Sequence[T], *, threads: int) -
         threads: How many at a time.
 
     Raises:
-        BaseException: What the first failing item raised; items not begun by then are not begun any more.
+        BaseException: What the earliest of the failing items raised, whichever thread was the first to fail; items not
+            begun by then are not begun any more. Every item before a failing one has been begun, and what was begun
+            is waited for, so that one set of faults is told of in one way.
     """
     stop = threading.Event()
-    queue = iter(items)
+    queue = iter(enumerate(items))
     lock = threading.Lock()
+    at = [0] * min(threads, len(items))  # the item that each thread is busy with
 
-    def loop() -> None:
+    def loop(thread: int) -> None:
         while not stop.is_set():
             with lock:
-                item = next(queue, stop)
-            if item is stop:
+                entry = next(queue, None)
+            if entry is None:
                 return
-            work(item)  # type: ignore[arg-type]
+            at[thread], item = entry
+            work(item)
 
     with futures.ThreadPoolExecutor(threads) as pool:
-        running = [pool.submit(loop) for _ in range(min(threads, len(items)))]
+        running = [pool.submit(loop, thread) for thread in range(len(at))]
         try:
-            done, _ = futures.wait(running, return_when=futures.FIRST_EXCEPTION)
+            futures.wait(running, return_when=futures.FIRST_EXCEPTION)
         finally:
             stop.set()
-    for future in [*done, *running]:
+    for _, future in sorted(zip(at, running, strict=True), key=lambda pair: pair[0]):
         future.result()

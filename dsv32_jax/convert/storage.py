@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import threading
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,10 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 8 << 20
 REMOTE_DRIVERS = {"gs://": "gcs", "s3://": "s3"}
 REMOTE_PACKAGES = {"gs://": ("gcsfs", "dsv32-jax[gcs]"), "s3://": ("s3fs", "s3fs")}
+EMULATOR = (
+    "STORAGE_EMULATOR_HOST"  # a server that stands for Cloud Storage and asks for no credentials
+)
+PROBE_S = 30.0
 PARTIAL_SUFFIX = ".partial"
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 # A path of this machine, or of a bucket. `Path("gs://x")` would be a folder gs: here, so texts go through `locate`.
@@ -91,22 +96,41 @@ def remove_folder(path: Location) -> None:
         shutil.rmtree(path)
 
 
-def writing_problem(folder: str | os.PathLike) -> str | None:
+def writing_problem(folder: str | os.PathLike, *, timeout_s: float = PROBE_S) -> str | None:
     """Write, read and delete a small file; return what is wrong, or None.
 
     Args:
         folder: Made if need be.
+        timeout_s: Seconds to wait for the storage: a bucket's client tries again for minutes where there is no network,
+            and a folder of a host that is gone may never answer.
+
+    Raises:
+        UsageError: If the package for a URL is not installed.
     """
     probe = as_path(folder) / f".probe.{uuid.uuid4().hex}"
+    answer: list[str | None] = []
+    thread = threading.Thread(target=lambda: answer.append(_try_writing(probe)), daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    problem = answer[0] if answer else f"no answer within {timeout_s:g} s"
+    return problem and f"{folder} cannot be written: {problem}"
+
+
+def _try_writing(probe: epath.Path) -> str | None:
     try:
+        if os.fspath(probe).startswith("gs://") and not os.environ.get(EMULATOR):
+            # gcsfs would go on without any, as nobody, and TensorStore would not.
+            import google.auth  # of the extra gcs, as gcsfs is
+
+            google.auth.default()
         probe.parent.mkdir(parents=True, exist_ok=True)
         probe.write_text("x")
         read = probe.read_text()
         probe.unlink()
     except Exception as error:  # noqa: BLE001  each kind of storage has its own errors
         why = reason(error) if isinstance(error, OSError) else str(error)
-        return f"{folder} cannot be written: {' '.join(why.split())[:200]}"
-    return None if read == "x" else f"{folder} gave back something else than was written"
+        return " ".join(why.split())[:300]
+    return None if read == "x" else "it gave back something else than was written"
 
 
 def real_path(text: str | os.PathLike) -> epath.Path:

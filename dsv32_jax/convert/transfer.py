@@ -250,7 +250,7 @@ def check_copy(slot: Slot, copy: Entry, original: Entry) -> None:
         original: Where the main model's tensor is.
 
     Raises:
-        WorkFailedError: If they differ.
+        WorkFailedError: If they differ; where one of them is not finite there, that is said, as it is why.
     """
     for part in range(slot.parts):
         at = (part * slot.rows, slot.rows)
@@ -259,6 +259,8 @@ def check_copy(slot: Slot, copy: Entry, original: Entry) -> None:
             left, right = left.astype(np.float32), right.astype(np.float32)
         unsigned = np.dtype(f"u{left.dtype.itemsize}")
         if not np.array_equal(left.view(unsigned), right.view(unsigned)):
+            _check_finite(original, at[0], right)
+            _check_finite(copy, at[0], left)
             raise errors.WorkFailedError(
                 f"{copy.file}: {copy.name} differs from the main model's {original.name} in {original.file}, "
                 "which it must repeat"

@@ -155,7 +155,7 @@ def find_damaged(
         threads: How many at a time.
 
     Returns:
-        What is wrong, by item; empty where all is well.
+        What is wrong, by item in the order given; empty where all is well.
     """
     damaged: dict[str, str] = {}
     progress = pool.Progress("verifying", sum(map(storage.sizes, written.values())))
@@ -174,7 +174,7 @@ def find_damaged(
         pool.run_all(work, list(written), threads=threads)
     finally:
         progress.close()
-    return damaged
+    return {name: damaged[name] for name in written if name in damaged}
 
 
 def collect(items: Items, notes: journal.Journal) -> dict[str, Written]:

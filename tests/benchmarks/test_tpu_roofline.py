@@ -172,9 +172,34 @@ def test_the_command_writes_what_it_prints(tmp_path, monkeypatch, capsys):
     assert {"v5p", "v6e", "tpu7x"} == set(results[0]["seconds"])
 
 
-@pytest.mark.parametrize("lengths", ["100", "x", "", "4096,0"])
+@pytest.mark.parametrize(
+    "lengths", ["100", "x", "", "4096,0", "4096,", "-128", "1e3", "4096,262272", "1" + 12 * "0"]
+)
 def test_wrong_lengths_are_one_line(monkeypatch, capsys, lengths):
-    monkeypatch.setattr(sys, "argv", ["tpu_roofline.py", "--lengths", lengths])
+    monkeypatch.setattr(sys, "argv", ["tpu_roofline.py", f"--lengths={lengths}"])
     with pytest.raises(SystemExit, match="2"):
         tpu_roofline.main()
-    assert "must be multiples of 128, as 4096,32768" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "must be multiples of 128 up to 262144, as 4096,32768" in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("n", [128, 384, 262144])
+def test_every_length_that_is_taken_can_be_counted(n):
+    names = [case.name for case in tpu_roofline.cases(n)]
+    assert len(names) == len(set(names))
+    for case in tpu_roofline.cases(n):
+        assert tpu_roofline.counts_of(case).flops > 0, case.name
+
+
+@pytest.mark.parametrize("name", [".", "nowhere/roofline.json"])
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_counted(
+    tmp_path, monkeypatch, capsys, name
+):
+    words = ["tpu_roofline.py", "--lengths", "128", "--json", str(tmp_path / name)]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="2"):
+        tpu_roofline.main()
+    captured = capsys.readouterr()
+    assert f"{tmp_path / name} cannot be written: " in captured.err
+    assert captured.out == ""

@@ -173,6 +173,29 @@ def test_a_parsers_complaint_is_one_line_that_points_to_the_help(shell):
     assert err == ("error: the following arguments are required: file; see python -m x --help\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "the following arguments are required: file, --size; see"),
+        ("--sise 3", "unrecognized arguments: --sise; did you mean --size? see"),
+        ("--sise=3 a", "unrecognized arguments: --sise=3; did you mean --size? see"),
+        ("a --size 3 --other", "unrecognized arguments: --other; see"),
+        ("--size 3 -- --other", "the following arguments are required"),  # a file of that name
+    ],
+)
+def test_an_unknown_option_is_told_before_what_is_missing(shell, words, message):
+    parser = command_line.Parser(name="python -m x", summary="Do.", examples="python -m x a")
+    parser.add_argument("file")
+    parser.add_argument("--size", required=True)
+    if words.endswith("-- --other"):
+        parser.add_argument("second")
+
+    status, _, err = shell(lambda: parser.parse_args(words.split()))
+
+    assert status == 2
+    assert message in err
+
+
 def test_help_ends_in_the_examples_and_is_status_0(shell):
     parser = command_line.Parser(
         name="python -m x", summary="Do.", examples="\n    python -m x a\n    python -m x b\n"

@@ -13,11 +13,10 @@ import jax
 import numpy as np
 import pytest
 
-from dsv32_jax import parameters, sharding
+from dsv32_jax import joining, parameters, sharding
 from dsv32_jax.config import IndexerConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 from dsv32_jax.convert.storage import Location
 from dsv32_jax.parameters import Parameters
-from train import hosts
 from train.checkpoint import CheckpointConfig
 from train.data.config import DataConfig, Source
 from train.metrics import MetricsConfig
@@ -242,9 +241,9 @@ def start(
                 "JAX_COMPILATION_CACHE_DIR": str(compilation_cache),
                 "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",  # as here
                 "PYTHONPATH": str(ROOT),
-                hosts.ADDRESS: f"127.0.0.1:{port}",
-                hosts.COUNT: str(n),
-                hosts.INDEX: str(i),
+                joining.ADDRESS: f"127.0.0.1:{port}",
+                joining.COUNT: str(n),
+                joining.INDEX: str(i),
             }
             out, err = subprocess.PIPE, subprocess.STDOUT
             started.append(subprocess.Popen(command, env=env, text=True, stdout=out, stderr=err))

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from tensorboardX import record_writer
 
-from dsv32_jax import check_logits, load_model, parameters
+from dsv32_jax import check_logits, joining, load_model, parameters
 from dsv32_jax.convert import __main__ as convert
 from dsv32_jax.convert import journal, storage
 from dsv32_jax.generate import __main__ as generate
-from train import command, pretrain
+from train import command, doctor, pretrain
 from train.data import config as data_config
 from train.data import files, readers, tokenize
 
@@ -128,6 +128,19 @@ def test_nothing_of_it_is_on_this_machine(run, tmp_path, monkeypatch, train):
     monkeypatch.chdir(tmp_path)
     assert train(run, "metrics.tensorboard=true") == 0
     assert list(tmp_path.iterdir()) == []  # Path("gs://x") would have been the folder gs:
+
+
+def test_the_doctor_says_which_bucket_can_be_written(bucket, capsys, monkeypatch):
+    for name in (joining.ADDRESS, joining.COUNT, joining.INDEX):
+        monkeypatch.delenv(name, raising=False)
+    assert doctor.main(["--storage", f"{bucket}/for/runs"]) == 0
+    assert not (bucket / "for").exists()
+    assert doctor.main(["--storage", f"{bucket}/for/runs", "gs://none/runs"]) == 1
+    captured = capsys.readouterr()
+    problems = [line for line in captured.out.splitlines() if line.startswith("wrong: ")]
+    assert len(problems) == 1
+    assert "gs://none/runs cannot be written: " in problems[0]
+    assert "Traceback" not in captured.out + captured.err
 
 
 def copy_unfinished(run, folder):

@@ -1,5 +1,6 @@
 import logging
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from dsv32_jax import command_line, errors
 from train import command
+from train.loop import StoppedError
 
 CONFIG = """
 from dataclasses import dataclass
@@ -163,6 +165,34 @@ def test_the_work_may_still_find_the_usage_wrong(shell):
     error = errors.UsageError("init_from=x is no run")
 
     assert shell("--config", "mine.py", main=raising(error))[0] == 2
+
+
+STOPPED = {
+    "SIGTERM, saved": (StoppedError(signal.SIGTERM, "saved"), 0, 42),
+    "SIGTERM, nothing to save": (command_line.TerminatedError(), 143, 42),
+    "SIGINT": (StoppedError(signal.SIGINT, "saved"), 130, 130),
+    "another process is gone": (errors.OthersMissingError("gone"), 1, 42),
+    "its own failure": (errors.WorkFailedError("diverged"), 1, 1),
+    "wrong usage": (errors.UsageError("no"), 2, 2),
+    "a crash": (KeyError("x"), 1, 1),
+}
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_a_status_of_its_own_says_that_the_same_command_goes_on(shell, case):
+    error, alone, restarting = STOPPED[case]
+
+    assert shell("--config", "mine.py", main=raising(error))[0] == alone
+    argv = ("--config", "mine.py", "--restart-status", "42")
+    assert shell(*argv, main=raising(error))[0] == restarting
+
+
+@pytest.mark.parametrize("status", ["0", "256", "-1", "x"])
+def test_a_restart_status_that_says_nothing_is_refused(shell, status):
+    result, _, err = shell("--config", "mine.py", f"--restart-status={status}")
+
+    assert result == 2
+    assert f"{status} must be a whole number, 1 to 255" in err
 
 
 def test_only_one_process_says_where_the_results_are(shell, monkeypatch):

@@ -1,27 +1,24 @@
-import asyncio
 import contextlib
-import dataclasses
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from dsv32_jax import joining, rendezvous
 from dsv32_jax.convert import storage
-from train import doctor, hosts
+from train import doctor
 
 ROOT = Path(__file__).parents[2]
-PLACE = doctor.Place("h", 1, 2, 0)
 
 
-def said(index, **changes):
-    base = doctor.Report(index, 2, f"host{index}", {"python": "3.12", "jax": "0.11.2"}, 100.0, [])
-    return dataclasses.replace(base, **changes), 100.2
+def said(index, *, time=100.0, **changes):
+    about = {"versions": {"python": "3.12", "jax": "0.11.2"}, "problems": []} | changes
+    greeting = rendezvous.Greeting("train.doctor", index, 2, f"host{index}", time, about)
+    return greeting, 100.2
 
 
 @pytest.fixture
@@ -33,9 +30,9 @@ def port():
 
 def run(port, index, count=2, *arguments, env=()):
     variables = {
-        hosts.ADDRESS: f"127.0.0.1:{port}",
-        hosts.COUNT: str(count),
-        hosts.INDEX: str(index),
+        joining.ADDRESS: f"127.0.0.1:{port}",
+        joining.COUNT: str(count),
+        joining.INDEX: str(index),
     }
     env = os.environ | variables | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | dict(env)
     command = [sys.executable, "-m", "train.doctor", "--timeout", "20", *arguments]
@@ -64,7 +61,8 @@ def test_a_process_that_does_not_come_is_named_to_the_others(port):
 
 def test_a_port_nobody_listens_on_is_named(port):
     ((text, status),) = ends(run(port, 1, 2, "--timeout", "1"))
-    assert f"127.0.0.1:{port} cannot be reached" in text
+    assert f"process 0 was not reached at 127.0.0.1:{port}" in text
+    assert "is process 0 running the doctor" in text
     assert status == 1
 
 
@@ -83,6 +81,41 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     assert storage.writing_problem(str(tmp_path / "runs")) is None
 
 
+NOBODY = {
+    "STORAGE_EMULATOR_HOST": "",
+    "GOOGLE_APPLICATION_CREDENTIALS": "",
+    "CLOUDSDK_CONFIG": "/nonexistent",
+    "NO_GCE_CHECK": "true",  # a metadata server is not looked for on the network
+}
+
+
+def test_buckets_without_credentials_are_named_in_a_line_each(port):
+    pytest.importorskip("gcsfs", reason="needs the extra gcs")
+    buckets = ("gs://a/runs", "gs://b/runs")
+    ((text, status),) = ends(run(port, 0, 1, "--storage", *buckets, env=NOBODY))
+    problems = [line for line in text.splitlines() if line.startswith("wrong: ")]
+    assert len(problems) == len(buckets)
+    for line, bucket in zip(problems, buckets, strict=True):
+        assert f"): {bucket} cannot be written: Your default credentials were not found." in line
+    assert "Traceback" not in text
+    assert status == 1
+
+
+def test_a_bucket_that_never_answers_is_named_in_time_for_the_others(port):
+    pytest.importorskip("gcsfs", reason="needs the extra gcs")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        env = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        argument = ("--storage", "gs://a/runs", "--timeout", "6")
+        begun = time.monotonic()
+        results = ends(run(port, 0, 2, "--timeout", "30"), run(port, 1, 2, *argument, env=env))
+    for text, status in results:
+        assert "): gs://a/runs cannot be written: no answer within 3 s" in text
+        assert "missing" not in text
+        assert "Traceback" not in text
+        assert status == 1
+    assert time.monotonic() - begun < 60
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
@@ -91,42 +124,25 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
             "process 1 (host1) has jax 0.12, process 0 0.11.2",
         ),
         ({"time": 160.2}, "process 1 (host1): its clock is +60 s off process 0's"),
-        ({"count": 3}, "process 1 (host1) thinks there are 3 processes, process 0 2"),
         ({"problems": ["disk"]}, "process 1 (host1): disk"),
     ],
 )
 def test_what_differs_between_processes_is_said(changes, line):
-    assert doctor.problems_between({0: said(0), 1: said(1, **changes)}, PLACE) == [line]
+    assert doctor.differences({0: said(0), 1: said(1, **changes)}) == [line]
 
 
 def test_processes_that_agree_have_no_problem():
-    assert doctor.problems_between({0: said(0), 1: said(1)}, PLACE) == []
+    assert doctor.differences({0: said(0), 1: said(1)}) == []
 
 
 def test_a_slurm_job_says_its_own_place(monkeypatch):
-    for name in (hosts.ADDRESS, hosts.COUNT, hosts.INDEX):
+    for name in (joining.ADDRESS, joining.COUNT, joining.INDEX):
         monkeypatch.delenv(name, raising=False)
     job = {"SLURM_JOB_ID": "4096", "SLURM_STEP_NODELIST": "node[007-009]", "SLURM_NTASKS": "3"}
     job |= {"SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "3"}
     for name, value in job.items():
         monkeypatch.setenv(name, value)
     assert doctor.find_place(5) == doctor.Place("node007", 61440, 3, 2)
-
-
-def test_two_processes_of_one_number_are_told_so_though_all_numbers_came(port):
-    places = [doctor.Place("127.0.0.1", port, 2, index) for index in (0, 1, 1)]
-    reports = [doctor.report(place, []) for place in places]
-    lines = []
-    with ThreadPoolExecutor(3) as threads:
-        coordinator = threads.submit(asyncio.run, doctor.coordinate(places[0], reports[0], 20.0))
-        others = [
-            threads.submit(doctor.ask, place, own, 20.0, lines.append)
-            for place, own in zip(places[1:], reports[1:], strict=True)
-        ]
-        found = [told.result() for told in (coordinator, *others)]
-    host = socket.gethostname()
-    line = f"two processes say that they are number 1: on {host} and on {host}"
-    assert found == [[line]] * 3
 
 
 def test_a_connection_of_which_nothing_comes_does_not_keep_the_doctor(port):
@@ -147,42 +163,10 @@ def connect(port):
     raise TimeoutError
 
 
-@pytest.mark.parametrize("reply", [b"HTTP/1.0 400 Bad request\n", b"\xff\xfe\n", b"3\n"])
-def test_something_else_on_the_port_is_said_at_once(reply):
-    lines = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve():
-            caller, _ = server.accept()
-            caller.recv(10_000)
-            caller.sendall(reply)
-            caller.close()
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        place = doctor.Place("127.0.0.1", server.getsockname()[1], 2, 1)
-        (problem,) = doctor.ask(place, said(1)[0], 60.0, lines.append)
-        thread.join()
-    assert "what answers there is not the doctor" in problem
-    assert len(lines) == 1
-
-
-def test_a_number_out_of_range_does_not_stand_in_for_one_that_is_missing():
-    problems = doctor.problems_between({0: said(0), 5: said(5, count=10)}, PLACE)
-    assert problems[0] == "1 of 2 processes came; missing: 1"
-
-
-def test_a_count_that_is_a_mistake_costs_nothing():
-    place = dataclasses.replace(PLACE, count=10**12)
-    (problem,) = doctor.problems_between({0: said(0, count=10**12)}, place)
-    assert problem.startswith("1 of 1000000000000 processes came; missing: 1, 2, 3")
-    assert problem.endswith("10 ...")
-
-
 def test_an_ipv6_address_is_shown_as_it_is_written(monkeypatch):
-    monkeypatch.setenv(hosts.ADDRESS, "[::1]:8476")
-    monkeypatch.setenv(hosts.COUNT, "2")
-    monkeypatch.setenv(hosts.INDEX, "1")
+    monkeypatch.setenv(joining.ADDRESS, "[::1]:8476")
+    monkeypatch.setenv(joining.COUNT, "2")
+    monkeypatch.setenv(joining.INDEX, "1")
     place = doctor.find_place(5)
     assert place == doctor.Place("::1", 8476, 2, 1)
     assert place.address == "[::1]:8476"

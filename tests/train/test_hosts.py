@@ -12,7 +12,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from dsv32_jax.errors import UsageError, WorkFailedError
+from dsv32_jax import joining
+from dsv32_jax.errors import OthersMissingError
 from train import hosts
 
 ROOT = Path(__file__).parents[2]
@@ -117,13 +118,14 @@ def test_four_processes_train_as_one_and_two_go_on(start, tmp_path, losses_of, e
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+    ("number", "status"), [(signal.SIGTERM, 42), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
 )
 def test_a_signal_to_one_process_stops_all_of_them_at_one_step(
     start, tmp_path, losses_of, number, status
 ):
     folder = tmp_path / "run"
-    processes = start(2, folder, "dense.steps=100000", "checkpoint.every_steps=10")
+    saving = ("checkpoint.every_steps=10", "--restart-status=42")
+    processes = start(2, folder, "dense.steps=100000", *saving)
     wait_for(folder / "checkpoints" / "10", processes)
     processes[1].send_signal(number)
 
@@ -141,15 +143,15 @@ def test_a_sigterm_before_the_first_step_is_not_lost(free_port):
     script = """
 import os, signal
 from dsv32_jax import command_line
-from train import hosts
+from dsv32_jax import joining
 with command_line.Boundary() as boundary, command_line.sigterm_raises():
-    hosts.join()
+    joining.join()
     os.kill(os.getpid(), signal.SIGTERM)
     print("not reached")
 os._exit(boundary.status)
 """
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    env |= {hosts.ADDRESS: f"127.0.0.1:{free_port}", hosts.COUNT: "1", hosts.INDEX: "0"}
+    env |= {joining.ADDRESS: f"127.0.0.1:{free_port}", joining.COUNT: "1", joining.INDEX: "0"}
     done = subprocess.run(
         [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
     )
@@ -205,92 +207,9 @@ def test_a_process_killed_in_a_save_costs_that_save_alone(
     assert losses_of(folder) == pytest.approx(expected, rel=FLOAT32_TOL)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {hosts.COUNT: "2"},
-            "JAX_NUM_PROCESSES set but not JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID",
-        ),
-        ({hosts.ADDRESS: "host", hosts.COUNT: "2", hosts.INDEX: "0"}, "host must be HOST:PORT"),
-        *(
-            (
-                {hosts.ADDRESS: address, hosts.COUNT: "2", hosts.INDEX: "0"},
-                "must be HOST:PORT, an IPv6",
-            )
-            for address in (
-                "::1",
-                "fe80::1:8476",
-                "[::1]",
-                "h:0",
-                "h:70000",
-                "http://h:8476",
-                "h :1",
-            )
-        ),
-        (
-            {hosts.ADDRESS: "h:1", hosts.COUNT: str(10**12), hosts.INDEX: "0"},
-            "must be a number below",
-        ),
-        ({hosts.ADDRESS: "h:1", hosts.COUNT: "two", hosts.INDEX: "0"}, "two must be a number"),
-        (
-            {hosts.ADDRESS: "h:1", hosts.COUNT: "2", hosts.INDEX: "2"},
-            "JAX_PROCESS_ID=2 must be below",
-        ),
-    ],
-)
-def test_an_incomplete_environment_is_refused(monkeypatch, given, message):
-    for name in (hosts.ADDRESS, hosts.COUNT, hosts.INDEX):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=message):
-        hosts.bare_process()
-
-
-def test_the_environment_says_which_process_this_is(monkeypatch):
-    for name in (hosts.ADDRESS, hosts.COUNT, hosts.INDEX):
-        monkeypatch.delenv(name, raising=False)
-    assert hosts.bare_process() == {}
-    for name, value in ((hosts.ADDRESS, "[::1]:8476"), (hosts.COUNT, "4"), (hosts.INDEX, "3")):
-        monkeypatch.setenv(name, value)
-    place = {"coordinator_address": "[::1]:8476", "num_processes": 4, "process_id": 3}
-    assert hosts.bare_process() == place
-
-
 def test_an_error_of_its_own_is_not_blamed_on_another_process(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="odd"), hosts.losses_named():
         raise ValueError("odd")
-    with pytest.raises(WorkFailedError, match="is gone"), hosts.losses_named():
+    with pytest.raises(OthersMissingError, match="is gone"), hosts.losses_named():
         raise ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
-
-
-def join(port, index):
-    """Join in a process of its own, which jax would end by a signal; return its output and status."""
-    code = (
-        "import sys\nfrom dsv32_jax import command_line\nfrom train import hosts\n"
-        "with command_line.Boundary() as boundary:\n    hosts.join(timeout_s=2)\nsys.exit(boundary.status)"
-    )
-    place = {hosts.ADDRESS: f"127.0.0.1:{port}", hosts.COUNT: "2", hosts.INDEX: str(index)}
-    env = os.environ | place | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, text=True, capture_output=True, check=False
-    )
-    return done.stderr, done.returncode
-
-
-def test_a_port_that_is_taken_is_one_line_and_no_signal():
-    with socket.create_server(("0.0.0.0", 0)) as taken:
-        port = taken.getsockname()[1]
-        text, status = join(port, 0)
-    assert f"port {port} cannot be listened on (" in text
-    assert (text.count("\n"), status) == (1, 2)
-
-
-def test_a_process_0_that_is_not_reached_is_one_line_and_no_signal():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    text, status = join(port, 1)
-    assert f"process 0 was not reached at 127.0.0.1:{port} within 2 s (Connection refused)" in text
-    assert (text.count("\n"), status) == (1, 2)

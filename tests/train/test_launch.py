@@ -144,9 +144,7 @@ def test_slices_of_a_queued_resource_are_its_nodes(printed, slices, nodes):
     named = [flag for flag in shlex.split(create) if flag.startswith("--node")]
     assert named == nodes
     describe = "gcloud compute tpus queued-resources describe pod --project=p --zone=us-east5-a"
-    assert wait == (
-        f"""until [ "$({describe} '--format=value(state.state)')" = ACTIVE ]; do sleep 30; done"""
-    )
+    assert f"""state="$({describe} '--format=value(state.state)')\"""" in wait
     assert all("--worker=all --node=all" in line for line in others[:-1])
     assert "--force" in shlex.split(others[-1])  # else it has to be emptied of its nodes first
 
@@ -168,7 +166,7 @@ def test_a_workload_runs_in_the_image_on_every_slice(printed):
 def test_only_flags_that_the_references_list_are_given(printed, recipe):
     paid = "--reservation=r" if recipe == "xpk" else "--reserved"
     for line in printed(recipe, paid, "--steps", ALL_STEPS[recipe]):
-        words = shlex.split(line.removeprefix('until [ "$(').split(')" = ACTIVE')[0])
+        words = shlex.split(line.removeprefix('while state="$(').split(')" || exit;')[0])
         command = next(known for known in DOCUMENTED if words[: len(known)] == list(known))
         flags = {word.split("=")[0] for word in words if word.startswith("--")}
         assert flags <= DOCUMENTED[command] | EVERYWHERE, line
@@ -236,6 +234,47 @@ def test_a_queued_resource_that_is_lost_is_not_waited_for(fakes, monkeypatch):
         launch.run_step(step, poll_s=0.01)
 
 
+@pytest.mark.parametrize(
+    ("states", "status", "looks"),
+    [("WAITING_FOR_RESOURCES PROVISIONING ACTIVE", 0, 3)]
+    + [(f"PROVISIONING {lost}", 1, 2) for lost in launch.LOST_STATES],
+)
+def test_the_printed_wait_ends_where_the_command_itself_does(
+    printed, fakes, tmp_path, monkeypatch, states, status, looks
+):
+    script = "\n".join([*printed("queued", "--steps", "wait"), "touch next-step"])
+    (tmp_path / "bin" / "sleep").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "sleep").chmod(0o755)
+    monkeypatch.setenv("STATES", states)
+    for strict in ([], ["-e"]):
+        done = subprocess.run(
+            ["bash", *strict], input=script, cwd=tmp_path, text=True, capture_output=True,
+            timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == status
+        lost = states.split()[-1]
+        message = "" if status == 0 else f"step wait: the state is {lost}, not ACTIVE\n"
+        assert done.stderr == message
+        assert len(fakes()) == looks
+        assert (tmp_path / "next-step").exists() == (status == 0)
+        (tmp_path / "calls.jsonl").unlink()
+
+
+def test_a_printed_wait_whose_command_fails_ends_with_its_status(printed, fakes, monkeypatch):
+    monkeypatch.setenv("FAILING", "describe")
+    (wait,) = printed("queued", "--steps", "wait")
+    assert subprocess.run(["bash", "-c", wait], timeout=60, check=False).returncode == 3
+    assert len(fakes()) == 1
+
+
+def test_gke_starts_again_what_was_preempted_and_nothing_else(printed):
+    (run,) = printed("xpk", "--steps", "run")
+    words = shlex.split(run)
+    assert "--max-restarts=100" in words
+    # xpk 1.16 starts a workload again after 42 and 127 to 255 (src/xpk/commands/workload.py, get_restart_exit_codes).
+    assert shlex.split(words[-1].removeprefix("--command="))[-1] == "--restart-status=42"
+
+
 @pytest.mark.parametrize(("recipe", "tool"), [("queued", "gcloud"), ("xpk", "xpk")])
 def test_a_missing_tool_is_one_line(arguments, monkeypatch, capsys, tmp_path, recipe, tool):
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -290,10 +329,39 @@ def test_a_name_that_google_cloud_would_refuse_is_refused_before(arguments, caps
     assert line.startswith(f"error: name {name!r} must be lower-case letters")
 
 
+NEEDED = "--project, --zone, --accelerator-type, --config, --workdir"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "the recipe comes first, one of tpu-vm, queued, xpk;"),
+        ("queud pod", "the recipe comes first, one of tpu-vm, queued, xpk, not queud;"),
+        ("pod queued", "the recipe comes first, one of tpu-vm, queued, xpk, not pod;"),
+        ("--dry-run queued pod", "one of tpu-vm, queued, xpk, not --dry-run;"),
+        ("--project p queued pod", "one of tpu-vm, queued, xpk, not --project;"),
+        ("queued pod", f"are required: {NEEDED}, --runtime-version, --wheel;"),
+        ("xpk pod --image i", f"are required: {NEEDED};"),
+        ("queued pod --projct p", "unrecognized arguments: --projct; did you mean --project?"),
+        ("queued pod --projct=p --x", "--projct=p --x; did you mean --project?"),
+        ("queued pod --image i", "unrecognized arguments: --image;"),
+        ("queued pod --project", "argument --project: expected one argument"),
+    ],
+)
+def test_what_is_missing_or_mistyped_is_named(capsys, words, message):
+    assert launch.main(words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_missing_name_is_named_alone(arguments, capsys):
+    recipe, _, *options = arguments("queued")
+    assert launch.main([recipe, *options]) == 2
+    assert "are required: name;" in capsys.readouterr().err
+
+
 def test_the_help_names_the_recipes(capsys):
     assert launch.main(["--help"]) == 0
     assert all(f"\n  {recipe} " in capsys.readouterr().out for recipe in ["tpu-vm"])
-    assert launch.main([]) == 2
-    assert "recipe" in capsys.readouterr().err
     assert launch.main(["xpk", "--help"]) == 0
     assert "--image" in capsys.readouterr().out

@@ -28,11 +28,11 @@ class Corpus(Protocol):
     """
 
     source: config.Source
-    lengths: Int64[np.ndarray, "docs"]
-    keys: UInt64[np.ndarray, "docs"]
+    lengths: Int64[np.ndarray, " docs"]
+    keys: UInt64[np.ndarray, " docs"]
     n_ids: int
 
-    def tokens(self, document: int, start: int, stop: int) -> Int32[np.ndarray, "_"]:
+    def tokens(self, document: int, start: int, stop: int) -> Int32[np.ndarray, " _"]:
         """Return the ids of a document from `start` up to `stop`."""
         ...
 
@@ -51,13 +51,13 @@ class TextCorpus:
     """
 
     source: config.Source
-    lengths: Int64[np.ndarray, "docs"]
-    keys: UInt64[np.ndarray, "docs"]
+    lengths: Int64[np.ndarray, " docs"]
+    keys: UInt64[np.ndarray, " docs"]
     n_ids: int
     stream: Int32[np.ndarray, "tokens"]
-    starts: Int64[np.ndarray, "docs"]
+    starts: Int64[np.ndarray, " docs"]
 
-    def tokens(self, document: int, start: int, stop: int) -> Int32[np.ndarray, "_"]:
+    def tokens(self, document: int, start: int, stop: int) -> Int32[np.ndarray, " _"]:
         """Return the ids of a document from `start` up to `stop`.
 
         Args:
@@ -88,12 +88,12 @@ class TokenFileCorpus:
     """
 
     source: config.Source
-    lengths: Int64[np.ndarray, "docs"]
-    keys: UInt64[np.ndarray, "docs"]
+    lengths: Int64[np.ndarray, " docs"]
+    keys: UInt64[np.ndarray, " docs"]
     n_ids: int
     records: token_files.TokenRecords
 
-    def tokens(self, document: int, start: int, stop: int) -> Int32[np.ndarray, "_"]:
+    def tokens(self, document: int, start: int, stop: int) -> Int32[np.ndarray, " _"]:
         """Return the ids of a document from `start` up to `stop`.
 
         Args:
@@ -166,7 +166,7 @@ def token_paths_of(source: config.Source) -> list[pathlib.Path]:
 
 def encode_documents(
     texts: Iterator[documents.Document], tokenizer: tokenizers.Tokenizer
-) -> Iterator[Int32[np.ndarray, "_"]]:
+) -> Iterator[Int32[np.ndarray, " _"]]:
     """Encode documents: bos where the tokenizer has one, the text, eos.
 
     Args:

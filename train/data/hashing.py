@@ -15,7 +15,7 @@ KEY_BYTES = 8
 N_KEYS = 2 ** (8 * KEY_BYTES)
 
 
-def document_key(tokens: Int32[np.ndarray, "_"]) -> int:
+def document_key(tokens: Int32[np.ndarray, " _"]) -> int:
     """Hash a document's token ids.
 
     Args:
@@ -29,8 +29,8 @@ def document_key(tokens: Int32[np.ndarray, "_"]) -> int:
 
 
 def split_documents(
-    keys: UInt64[np.ndarray, "docs"], *, heldout_fraction: float, split: config.Split
-) -> Int64[np.ndarray, "chosen"]:
+    keys: UInt64[np.ndarray, " docs"], *, heldout_fraction: float, split: config.Split
+) -> Int64[np.ndarray, " chosen"]:
     """Choose the documents of one side of the split.
 
     A document is held out where `key < heldout_fraction * 2**64`, so a larger fraction only adds
@@ -49,8 +49,8 @@ def split_documents(
 
 
 def shuffle_documents(
-    documents: Int64[np.ndarray, "chosen"], *, keys: UInt64[np.ndarray, "docs"], seed: int
-) -> Int64[np.ndarray, "chosen"]:
+    documents: Int64[np.ndarray, " chosen"], *, keys: UInt64[np.ndarray, " docs"], seed: int
+) -> Int64[np.ndarray, " chosen"]:
     """Order documents by a hash of key, copy and seed, so whatever the order of files was.
 
     Copies of a document are counted, so that they fall apart instead of lying side by side.
@@ -69,7 +69,7 @@ def shuffle_documents(
     return documents[np.argsort(mixed, kind="stable")]
 
 
-def _copies(keys: UInt64[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:
+def _copies(keys: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
     """Return how many equal keys come before each: 0 where a key is the first or only one."""
     order = np.argsort(keys, kind="stable")
     in_order, places = keys[order], np.arange(len(keys), dtype=np.uint64)
@@ -79,7 +79,7 @@ def _copies(keys: UInt64[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:
     return copies
 
 
-def _splitmix64(x: UInt64[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:
+def _splitmix64(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
     """Scramble 64-bit integers, one to one.
 
     Source: Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.

@@ -15,7 +15,7 @@ from jaxtyping import Int32, Int64
 
 from train.data import corpus as corpora
 
-Row = dict[str, Int32[np.ndarray, "T"]]
+Row = dict[str, Int32[np.ndarray, " T"]]
 
 
 class Piece(NamedTuple):
@@ -43,7 +43,9 @@ class Rows(abc.ABC):
         seq_len: tokens a row.
     """
 
-    def __init__(self, corpus: corpora.Corpus, *, order: Int64[np.ndarray, "chosen"], seq_len: int):
+    def __init__(
+        self, corpus: corpora.Corpus, *, order: Int64[np.ndarray, " chosen"], seq_len: int
+    ):
         """Keep the documents; the class docstring has the arguments."""
         self.corpus = corpus
         self.order = order
@@ -88,7 +90,9 @@ class PackedRows(Rows):
     Row r holds tokens [r*T, (r+1)*T) of the stream; only the last row has padding.
     """
 
-    def __init__(self, corpus: corpora.Corpus, *, order: Int64[np.ndarray, "chosen"], seq_len: int):
+    def __init__(
+        self, corpus: corpora.Corpus, *, order: Int64[np.ndarray, " chosen"], seq_len: int
+    ):
         """Sum the lengths; the class docstring of `Rows` has the arguments."""
         super().__init__(corpus, order=order, seq_len=seq_len)
         self._ends = np.cumsum(corpus.lengths[order])  # of each document in the stream
@@ -129,7 +133,9 @@ class DocumentRows(Rows):
     part is a single token where `seq_len` > 2.
     """
 
-    def __init__(self, corpus: corpora.Corpus, *, order: Int64[np.ndarray, "chosen"], seq_len: int):
+    def __init__(
+        self, corpus: corpora.Corpus, *, order: Int64[np.ndarray, " chosen"], seq_len: int
+    ):
         """Count each document's rows; the class docstring of `Rows` has the arguments."""
         super().__init__(corpus, order=order, seq_len=seq_len)
         self._ends = np.cumsum(-(-corpus.lengths[order] // seq_len))

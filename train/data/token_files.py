@@ -34,13 +34,13 @@ class TokenIndex:
         n_ids: one more than the largest id; 0 for a file without tokens.
     """
 
-    lengths: Int64[np.ndarray, "docs"]
-    keys: UInt64[np.ndarray, "docs"]
+    lengths: Int64[np.ndarray, " docs"]
+    keys: UInt64[np.ndarray, " docs"]
     n_ids: int
 
 
 def write_token_file(
-    path: str | pathlib.Path, documents: Iterable[Int32[np.ndarray, "_"]]
+    path: str | pathlib.Path, documents: Iterable[Int32[np.ndarray, " _"]]
 ) -> TokenIndex:
     """Write documents, and their index, as one token file.
 
@@ -159,7 +159,7 @@ class TokenRecords:
         """Return the number of documents."""
         return len(self._records)
 
-    def __getitem__(self, document: int) -> Int32[np.ndarray, "_"]:
+    def __getitem__(self, document: int) -> Int32[np.ndarray, " _"]:
         """Return one document's ids.
 
         Args:

@@ -53,7 +53,9 @@ class Progress:
         self.n_documents = 0
         self.n_tokens = 0
 
-    def watch(self, encoded: Iterable[Int32[np.ndarray, "_"]]) -> Iterator[Int32[np.ndarray, "_"]]:
+    def watch(
+        self, encoded: Iterable[Int32[np.ndarray, " _"]]
+    ) -> Iterator[Int32[np.ndarray, " _"]]:
         """Pass documents on, counting them.
 
         Args:
@@ -167,8 +169,8 @@ def tokenize(
 
 
 def _shard(
-    first: Int32[np.ndarray, "_"], rest: Iterator[Int32[np.ndarray, "_"]], limit: int
-) -> Iterator[Int32[np.ndarray, "_"]]:
+    first: Int32[np.ndarray, " _"], rest: Iterator[Int32[np.ndarray, " _"]], limit: int
+) -> Iterator[Int32[np.ndarray, " _"]]:
     """Take documents until `limit` tokens are reached, at least the first."""
     yield first
     taken = first.size

@@ -22,8 +22,10 @@ def test_help_shows_whole_command_lines(convert, args):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "required: direction"),
-        (["sideways"], "invalid choice: 'sideways'"),
+        ([], "the direction comes first, one of from-hf, to-hf;"),
+        (["sideways"], "first, one of from-hf, to-hf, not sideways;"),
+        (["--threads", "2", "from-hf"], "first, one of from-hf, to-hf, not --threads;"),
+        (["from-hf", "--dtipe", "fp8"], "unrecognized arguments: --dtipe; did you mean --dtype"),
         (["from-hf"], "required: SRC, DST"),
         (["from-hf", "a"], "required: DST"),
         (["from-hf", "nowhere", "dst"], "no folder .*nowhere"),
@@ -36,7 +38,10 @@ def test_help_shows_whole_command_lines(convert, args):
         (["to-hf", "a", "b", "--shard-gb", "1e300"], "1e300 must be a number above 0, at most"),
         (["from-hf", "gs://a", "b"], r"gs://a needs .* gcsfs: pip install 'dsv32-jax\[gcs\]'"),
         (["to-hf", "a", "b", "--seed", "0"], "unrecognized arguments: --seed"),
-        (["from-hf", "a", "b", "--process-count", "2"], "--process-index belong together"),
+        (
+            ["from-hf", "a", "b", "--process-count", "2"],
+            "--process-count given but not --coordinator, --process-index",
+        ),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(convert, tmp_path, monkeypatch, args, message):

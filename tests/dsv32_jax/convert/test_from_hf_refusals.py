@@ -1,11 +1,13 @@
+import itertools
 import json
 import re
+import time
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from dsv32_jax.convert import workers
+from dsv32_jax.convert import safetensors_io, workers
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
@@ -108,6 +110,52 @@ def test_a_bad_tensor_is_named_in_one_line_and_leaves_nothing_whole(
     assert (status, len(lines), out) == (want_status, 1, ""), err
     assert re.search(message, lines[0]), lines[0]
     assert_is_refused(tmp_path / "dst", begun=want_status == FAILED)
+
+
+COPIES = {
+    "model.embed_tokens.weight": "model.layers.2.embed_tokens.weight",
+    "lm_head.weight": "model.layers.2.shared_head.head.weight",
+}
+
+
+@pytest.mark.parametrize("place", ["original", "copy", "both"])
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("threads", [1, 8])
+def test_a_value_that_is_not_finite_is_told_rather_than_that_copies_differ_by_it(
+    official_fp8, official, convert, tmp_path, name, place, threads
+):
+    folder, raw, tensors = official_fp8()
+    bad = [name] * (place != "copy") + [COPIES[name]] * (place != "original")
+    for tensor in bad:
+        tensors = with_value(tensors, tensor, (3, 4), np.inf)
+    official(raw=raw, tensors=tensors, n_files=3)
+
+    status, _, err = convert("from-hf", folder, tmp_path / "dst", "--threads", threads)
+
+    assert status == FAILED
+    assert re.search(rf"safetensors: {bad[0]}\[3, 4\]=inf is not a finite number$", err, re.M), err
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+def test_of_several_faults_the_first_in_the_files_is_told_whatever_the_threads_do(
+    official_fp8, official, convert, tmp_path, monkeypatch, threads
+):
+    folder, raw, tensors = official_fp8()
+    for tensor in (name for name in tensors if name.endswith("norm.weight")):
+        tensors = with_value(tensors, tensor, 9, np.nan)
+    official(raw=raw, tensors=tensors, n_files=3)
+    n_read, read_rows = itertools.count(), safetensors_io.read_rows
+
+    def read_late_what_comes_first(*args):
+        time.sleep(max(0.0, 0.05 - 0.01 * next(n_read)))
+        return read_rows(*args)
+
+    monkeypatch.setattr(safetensors_io, "read_rows", read_late_what_comes_first)
+
+    _, _, err = convert("from-hf", folder, tmp_path / "dst", "--threads", threads)
+
+    first = "model.layers.0.input_layernorm.weight"
+    assert re.search(rf"model-00001-of-000003.safetensors: {first}\[9\]=nan is not", err), err
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "float32"])

@@ -68,6 +68,21 @@ def test_the_first_error_stops_the_rest():
     assert len(done) < 100
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5, 8])
+def test_of_several_errors_the_earliest_items_is_told_whichever_comes_first(threads):
+    others_failed = threading.Event()
+
+    def work(item):
+        if item == 3 and threads > 1:
+            assert others_failed.wait(10)
+        if item >= 3:
+            others_failed.set()
+            raise ValueError(f"item {item}")
+
+    with pytest.raises(ValueError, match="item 3"):
+        pool.run_all(work, list(range(20)), threads=threads)
+
+
 def test_nothing_to_do_is_done_at_once():
     done = []
     pool.run_all(done.append, [], threads=3)

@@ -1,4 +1,5 @@
 import json
+import threading
 from collections import Counter
 
 import pytest
@@ -101,6 +102,25 @@ def test_a_disk_that_never_holds_what_was_written_ends_the_work(tmp_path):
     message = "tensor 6: .*its checksum differs.*though it was written twice"
     with pytest.raises(errors.WorkFailedError, match=message):
         workers.do_share(items, begin(folder), Workers(threads=2))
+
+
+def test_of_several_damaged_files_the_first_in_the_order_is_told(tmp_path, monkeypatch):
+    items = items_in(epath.Path(tmp_path))
+    last_is_found = threading.Event()
+
+    def find_damage(folder, name, want):
+        if name == "tensor 9":
+            last_is_found.set()
+        else:
+            assert last_is_found.wait(10)
+        return f"{name} is damaged" if name in ("tensor 9", "tensor 5", "tensor 8") else None
+
+    monkeypatch.setattr(storage, "find_damage", find_damage)
+    written = {name: items.make(name) for name in SIZES}
+
+    found = workers.find_damaged(items, written, threads=len(SIZES))
+
+    assert list(found) == ["tensor 5", "tensor 8", "tensor 9"]
 
 
 def test_only_a_damaged_file_is_made_and_read_again(tmp_path, monkeypatch):
