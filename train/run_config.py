@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from dsv32_jax.config import ModelConfig, require
 from dsv32_jax.sharding import BATCH_AXES, MeshConfig
@@ -174,21 +174,47 @@ class RunConfig:
         Raises:
             ValueError: If an axis does not divide a size; names both.
         """
-
-        def divides(size: int, name: str, *axes: str) -> None:
-            shards = math.prod(mesh.shape[axis] for axis in axes)
-            require(
-                size % shards == 0,
-                f"{name}={size} is not a multiple of the {shards} shards of mesh axes {', '.join(axes)}",
-            )
-
-        divides(self.model.mla.n_heads, "model.mla.n_heads", "tensor")
-        divides(self.model.moe.n_experts, "model.moe.n_experts", "expert")
-        divides(self.model.moe.expert_dim, "model.moe.expert_dim", "tensor")
+        check_model_on_mesh(self.model, mesh)
         for stage in self.stages:
             data = self.stage_data(stage)
             rows = data.batch_size // self.stage_config(stage).microbatches
-            divides(rows, f"{stage} batch_size / microbatches", *BATCH_AXES)
-            divides(data.seq_len, f"{stage} seq_len", "context", "tensor")
+            check_divides(mesh, rows, f"{stage} batch_size / microbatches", *BATCH_AXES)
+            check_divides(mesh, data.seq_len, f"{stage} seq_len", "context", "tensor")
         if self.evidence is not None:
-            divides(self.evidence.rows_per_batch, "evidence.rows_per_batch", *BATCH_AXES)
+            check_divides(
+                mesh, self.evidence.rows_per_batch, "evidence.rows_per_batch", *BATCH_AXES
+            )
+
+
+def check_model_on_mesh(model: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
+    """Check that the mesh divides the heads and experts that it cuts.
+
+    Args:
+        model: The model.
+        mesh: The devices.
+
+    Raises:
+        ValueError: If an axis does not divide a size; names both.
+    """
+    check_divides(mesh, model.mla.n_heads, "model.mla.n_heads", "tensor")
+    check_divides(mesh, model.moe.n_experts, "model.moe.n_experts", "expert")
+    check_divides(mesh, model.moe.expert_dim, "model.moe.expert_dim", "tensor")
+
+
+def check_divides(mesh: Mesh | AbstractMesh, size: int, name: str, *axes: str) -> None:
+    """Check that axes of a mesh divide a size.
+
+    Args:
+        mesh: The devices.
+        size: What is cut.
+        name: For the message.
+        axes: That cut it.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    require(
+        size % shards == 0,
+        f"{name}={size} is not a multiple of the {shards} shards of mesh axes {', '.join(axes)}",
+    )

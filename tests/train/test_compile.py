@@ -50,7 +50,7 @@ def config_file(tmp_path):
     ("arguments", "said"),
     [
         (["--topology", "v5p:8x8"], "a slice of v5p has 3 dimensions"),
-        (["--topology", "v5p:2x2x1", "--steps", "sparse,grpo"], "step 'grpo' must be one of sparse,"),
+        (["--topology", "v5p:2x2x1", "--steps", "sparse,ppo"], "step 'ppo' must be one of sparse, grpo,"),
         (["--topology", "v5p:2x2x1", "--slots", "0"], "slots=0 must be at least 1"),
         ([], "--topology"),
     ],
@@ -123,7 +123,7 @@ def test_the_exit_status_follows_what_fits(monkeypatch, tmp_path, config_file, m
             pod_compile, "_in_a_process", lambda *a, s=status: report(status=s, peak_bytes=50)
         )
         found = pod_compile.main(
-            cfg, tmp_path, topology_name="v5p:2x2x1", steps=None, shape=pod_compile.ServingShape()
+            cfg, tmp_path, topology_name="v5p:2x2x1", steps=None, shapes=pod_compile.Shapes()
         )
         assert found == expected
     assert json.loads((tmp_path / "summary.json").read_text())["sparse/status"] == "not compiled"
@@ -139,7 +139,7 @@ def test_a_compiler_that_ends_its_process_is_reported(monkeypatch, tmp_path, con
     target = topology.parse("v5p:2x2x1")
     found = pod_compile._in_a_process(
         config_files.load_config(str(config_file)),
-        target, "sparse", pod_compile.ServingShape(), tmp_path / "sparse.log",
+        target, "sparse", pod_compile.Shapes(), tmp_path / "sparse.log",
     )  # fmt: skip
     assert found.status == "not compiled"
     assert "the compiler's process ended" in found.message
