@@ -128,6 +128,18 @@ def test_the_command_prints_and_saves_the_ranking(monkeypatch, tmp_path, tiny, c
     assert (tmp_path / "out" / "report.txt").read_text() in out
 
 
+def test_meshes_are_ranked_for_grpo_with_its_own_options(monkeypatch, tmp_path, tiny, chips, capsys):  # fmt: skip
+    arguments = ["--topology", "v5p:2x2x2", "--steps", "grpo", "--grpo-rows", "8", "--grpo-row-length", "16",
+                 "--grpo-response-tokens", "4"]  # fmt: skip
+    assert run(arguments, monkeypatch, tmp_path, tiny, chips((2, 2, 2))) == 0
+    found = json.loads((tmp_path / "out" / "meshes.json").read_text())["grpo"]
+    # tensor cuts 2 heads and fsdp x expert 8 rows; of 20 meshes of 8 devices those with tensor 4 or 8 are left out
+    assert len(found) == 16
+    out = capsys.readouterr().out
+    assert "grpo on v5p:2x2x2, 8 rows of 16 tokens: 16 legal meshes" in out
+    assert f"--grpo-microbatches {found[0]['microbatches']} mesh.ici_fsdp=" in out
+
+
 def test_no_mesh_that_fits_is_status_1_and_decode_2(monkeypatch, tmp_path, tiny, chips, capsys):  # fmt: skip
     odd = replace(tiny, data=replace(tiny.data, batch_size=3, seq_len=15))
     assert run(["--topology", "v5p:2x2x2"], monkeypatch, tmp_path, odd, chips((2, 2, 2))) == 1

@@ -46,6 +46,18 @@ def test_the_estimate_is_near_what_was_compiled(
     assert found.times.links_s == pytest.approx(times[2], rel=0.5)
 
 
+def test_the_estimate_of_grpo_is_near_what_was_compiled(torus):
+    cfg, mesh = v32_671b_sparse.get_config(), torus((8, 8, 8), fsdp=4, expert=16, context=8)
+    load = pod_steps.GrpoShape().load(cfg)
+    found = step_estimate.estimate(cfg.model, load, mesh, topology.CHIPS["v5p"])
+    assert found.arguments_bytes / GIB == pytest.approx(17.28, rel=0.005)
+    assert found.peak_bytes / GIB == pytest.approx(50.66, rel=0.12)
+    # 111 s of products with all that kernels skip, keys after the query and of other rollouts
+    assert found.times.products_s < 111 / 3
+    assert found.times.memory_s == pytest.approx(30.2, rel=0.25)
+    assert found.times.links_s == pytest.approx(56.1, rel=0.5)
+
+
 @pytest.fixture
 def estimate(torus):
     def run(cfg, stage="sparse", shape=(2, 2, 2), slices=1, chip="v5p", **sizes):
