@@ -21,7 +21,8 @@ class CommandHelp:
       summary: what it does, in a sentence or two.
       examples: whole command lines, one a line.
       default_config: the config where `--config` is not given; None makes it required.
-      folder_prefix: begins the name of the default folder, of a command that is no run of its config.
+      folder_prefix: begins the name of the default folder, of a command that is no run of its config, and so
+        begins anew where it was stopped.
     """
 
     name: str
@@ -51,7 +52,7 @@ def run_command(
       The exit status, for `sys.exit`.
     """
     with (
-        command_line.Boundary() as boundary,
+        command_line.Boundary(resumes=not about.folder_prefix) as boundary,
         command_line.logging_to_stderr(),
         command_line.sigterm_raises(),
     ):

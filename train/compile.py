@@ -1,10 +1,12 @@
 """Compile a run's steps for a TPU pod without the pod, and say what each needs there."""
 
 import argparse
+import dataclasses
 import logging
 import multiprocessing
 import os
 import resource
+import signal
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -19,8 +21,8 @@ from dsv32_jax.convert.storage import Location
 from dsv32_jax.errors import UsageError, UserError
 from train import command, mesh_search, overrides, pod_report, pod_steps, topology, traced
 from train.pod_report import StepReport
-from train.pod_steps import PodStep, ServingShape
-from train.run_config import RunConfig
+from train.pod_steps import GrpoShape, PodStep, ServingShape, Shapes
+from train.run_config import RunConfig, check_divides, check_model_on_mesh
 from train.topology import Topology
 
 logger = logging.getLogger("train.compile")  # as a command __name__ is __main__
@@ -40,6 +42,11 @@ ABOUT = command.CommandHelp(
 )
 REPORT_FILE, SUMMARY_FILE, MESHES_FILE = "report.txt", "summary.json", "meshes.json"
 SAY_EVERY_S = 30.0
+# tpu7x runs collectives on its SparseCores, and much of a compilation is code for equal ones. Made once for all of them
+# it is another binary of the same memory (a small step: 37 s of processor time, then 28).
+COMPILER_OPTIONS: dict[str, dict[str, bool]] = {
+    "tpu7x": {"xla_tpu_enable_sparse_core_computation_deduplication": True}
+}
 VALUES_LISTED = 8
 
 
@@ -49,7 +56,7 @@ def main(
     *,
     topology_name: str,
     steps: str | None,
-    shape: ServingShape,
+    shapes: Shapes,
 ) -> int:
     """Compile each step in a process of its own, and report.
 
@@ -58,7 +65,7 @@ def main(
         workdir: Gets report.txt, summary.json, and a log of each compilation.
         topology_name: As `topology.parse` reads it.
         steps: Names with commas between them; None is the run's stages.
-        shape: For prefill and decode.
+        shapes: For what is no stage of the run.
 
     Returns:
         0 if every step fits, else 1.
@@ -68,14 +75,14 @@ def main(
     """
     with command_line.wrong_usage():
         target = topology.parse(topology_name)
-        names = steps.split(",") if steps else list(cfg.stages)
+        names: list[str] = steps.split(",") if steps else list(cfg.stages)
         for name in names:
             pod_steps.check_name(name, cfg)
         mesh = sharding.make_mesh(cfg.mesh, topology.describe(target))
-        cfg.check_mesh(mesh)
+        _check_mesh(cfg, names, shapes, mesh)
     reports, texts = [], []
     for name in names:
-        report = _in_a_process(cfg, target, name, shape, workdir / f"{name}.log")
+        report = _in_a_process(cfg, target, name, shapes, workdir / f"{name}.log")
         reports.append(report)
         smallest = pod_report.smallest_pod(report, target, topology.smaller(target))
         texts.append(pod_report.text(report, target, smallest))
@@ -85,6 +92,17 @@ def main(
     json_files.write_json(workdir / "steps.json", {r.step: r.to_json() for r in reports})
     json_files.replace_text(workdir / REPORT_FILE, "\n\n".join(texts) + "\n")
     return 0 if all(report.status in ("fits", "tight") for report in reports) else 1
+
+
+def _check_mesh(cfg: RunConfig, names: list[str], shapes: Shapes, mesh: jax.sharding.Mesh) -> None:
+    """Check what the steps ask of the mesh: stages what the run asks, which has one mesh for all."""
+    check_model_on_mesh(cfg.model, mesh)
+    if set(names) & set(cfg.stages):
+        cfg.check_mesh(mesh)
+    if pod_steps.GRPO in names:
+        pod_steps.check_mesh(cfg, shapes.grpo.load(cfg), mesh)
+    if set(names) & set(pod_steps.SERVING):
+        check_divides(mesh, shapes.serving.slots, "slots", *sharding.BATCH_AXES)
 
 
 def summary(reports: list[StepReport]) -> dict[str, Any]:
@@ -113,45 +131,50 @@ def summary(reports: list[StepReport]) -> dict[str, Any]:
     return figures
 
 
-def search(cfg: RunConfig, workdir: Path, *, topology_name: str, steps: str | None) -> int:
-    """Rank the meshes of a topology for each training step, and compile nothing.
+def search(
+    cfg: RunConfig, workdir: Path, *, topology_name: str, steps: str | None, shapes: Shapes
+) -> int:
+    """Rank the meshes of a topology for each step that trains, and compile nothing.
 
     Args:
         cfg: The run.
         workdir: Gets report.txt and meshes.json.
         topology_name: As `topology.parse` reads it.
-        steps: Stages with commas between them; None is the run's stages.
+        steps: Names with commas between them; None is the run's stages.
+        shapes: For GRPO.
 
     Returns:
         0 if every step has a mesh on which it is estimated to fit, else 1.
 
     Raises:
-        UsageError: If the topology is unknown, or a step is none of the run's stages.
+        UsageError: If the topology is unknown, or a step does not train.
     """
     target = topology.parse(topology_name)
     names = steps.split(",") if steps else list(cfg.stages)
-    stages = [stage for name in names for stage in cfg.stages if stage == name]
-    if len(stages) < len(names):
-        raise UsageError(f"--search ranks meshes for stages of the run, {', '.join(cfg.stages)}")
+    loads = {name: pod_steps.load_of(name, cfg, shapes) for name in names}
     devices = topology.describe(target)
-    found = {stage: mesh_search.search(cfg, stage, target, devices) for stage in stages}
-    texts = [mesh_search.table(cfg, stage, target, ranked) for stage, ranked in found.items()]
+    found = {name: mesh_search.search(cfg, load, target, devices) for name, load in loads.items()}
+    texts = [mesh_search.table(loads[name], target, ranked) for name, ranked in found.items()]
     sys.stdout.write("\n\n".join(texts) + "\n")
     json_files.replace_text(workdir / REPORT_FILE, "\n\n".join(texts) + "\n")
-    ranked_json = {stage: mesh_search.to_json(ranked) for stage, ranked in found.items()}
+    ranked_json = {name: mesh_search.to_json(ranked) for name, ranked in found.items()}
     json_files.write_json(workdir / MESHES_FILE, ranked_json)
     return 0 if all(ranked and ranked[0].fits for ranked in found.values()) else 1
 
 
 def _in_a_process(
-    cfg: RunConfig, target: Topology, name: str, shape: ServingShape, log: Path
+    cfg: RunConfig, target: Topology, name: str, shapes: Shapes, log: Path
 ) -> StepReport:
     """Compile one step in a new process: the compiler may end its process, and its memory is measured by itself."""
     began, context = time.monotonic(), multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
-    arguments = (sending, cfg, target, name, shape, log)
+    arguments = (sending, cfg, target, name, shapes, log)
     child = context.Process(target=_compile_and_send, args=arguments, daemon=True)
+    before = signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # inherited: Ctrl-C is this process's to report
     child.start()
+    signal.signal(signal.SIGINT, before)
     sending.close()
     try:
         while not receiving.poll(SAY_EVERY_S):
@@ -180,7 +203,7 @@ def _compile_and_send(sending: Connection, *arguments: Any) -> None:
 
 
 def compile_step(
-    cfg: RunConfig, target: Topology, name: str, shape: ServingShape, log: Path
+    cfg: RunConfig, target: Topology, name: str, shapes: Shapes, log: Path
 ) -> StepReport:
     """Trace, lower and compile one step, in this process.
 
@@ -188,7 +211,7 @@ def compile_step(
         cfg: The run.
         target: The topology.
         name: The step.
-        shape: For prefill and decode.
+        shapes: For what is no stage of the run.
         log: File that gets what libtpu and XLA write to standard error; None leaves it.
 
     Returns:
@@ -197,7 +220,7 @@ def compile_step(
     with log.open("wb") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     mesh = sharding.make_mesh(cfg.mesh, topology.describe(target))
-    step = pod_steps.build(name, cfg, mesh, shape)
+    step = pod_steps.build(name, cfg, mesh, shapes)
     report = StepReport(
         step=name,
         topology=str(target),
@@ -225,7 +248,7 @@ def _compile(
     report.executed_flops = traced.executed_flops(trace.jaxpr, mesh.size, filled) / mesh.size
     began = time.monotonic()
     try:
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=COMPILER_OPTIONS.get(target.kind))
     except jax.errors.JaxRuntimeError as error:
         report.message = str(error).splitlines()[0]
         if "RESOURCE_EXHAUSTED" in report.message:
@@ -242,7 +265,6 @@ def _compile(
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    default = ServingShape()
     parser.add_argument(
         "--topology",
         metavar="KIND:SHAPE[@SLICES]",
@@ -252,44 +274,51 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         metavar="NAME,...",
-        help="stages of the config, prefill, decode (default: the config's stages)",
+        help="stages of the config, grpo, prefill, decode (default: the config's stages)",
     )
     parser.add_argument(
         "--search",
         action="store_true",
         help="rank every mesh of the topology by an estimate, in seconds; compiles nothing",
     )
-    parser.add_argument(
-        "--slots", type=int, default=default.slots, help="sequences decoded at once (%(default)s)"
-    )
-    parser.add_argument(
-        "--max-len",
-        type=int,
-        default=default.max_len,
-        help="tokens of their context (%(default)s)",
-    )
-    parser.add_argument(
-        "--prefill-chunk",
-        type=int,
-        default=default.prefill_chunk,
-        help="tokens of a prompt run at once (%(default)s)",
-    )
+    serving, grpo = ServingShape(), GrpoShape()
+    for shape, name, said in (
+        (serving, "slots", "sequences decoded at once"),
+        (serving, "max_len", "tokens of their context"),
+        (serving, "prefill_chunk", "tokens of a prompt run at once"),
+        (grpo, "rows", "rows of packed rollouts in a step of GRPO"),
+        (grpo, "row_length", "tokens of such a row"),
+        (grpo, "microbatches", "parts the rows are worked on in"),
+        (grpo, "responses", "rollouts of a row"),
+        (grpo, "response_tokens", "tokens of the longest response"),
+        (grpo, "kept_tokens", "entries of a row's kept sets, 0 for none"),
+    ):
+        prefix = "grpo_" if shape is grpo else ""
+        parser.add_argument(
+            f"--{prefix}{name}".replace("_", "-"),
+            type=int,
+            metavar="N",
+            default=getattr(shape, name),
+            help=f"{said} (%(default)s)",
+        )
 
 
 def _run(cfg: RunConfig, workdir: Location, args: argparse.Namespace) -> int:
     os.environ.update(topology.LIBTPU_ENVIRONMENT, JAX_PLATFORMS="cpu")  # of compiling processes
     jax.config.update("jax_platforms", "cpu")
     with command_line.wrong_usage():
-        shape = ServingShape(
-            slots=args.slots, max_len=args.max_len, prefill_chunk=args.prefill_chunk
+        grpo = {f.name: getattr(args, f"grpo_{f.name}") for f in dataclasses.fields(GrpoShape)}
+        shapes = Shapes(
+            ServingShape(slots=args.slots, max_len=args.max_len, prefill_chunk=args.prefill_chunk),
+            GrpoShape(**grpo),
         )
     if not isinstance(cfg, RunConfig):
         raise UsageError(f"--config {args.config} is no run of stages")
     if not isinstance(workdir, Path):
         raise UsageError(f"workdir {workdir}: the compiler's logs go to a folder of this machine")
     if args.search:
-        return search(cfg, workdir, topology_name=args.topology, steps=args.steps)
-    return main(cfg, workdir, topology_name=args.topology, steps=args.steps, shape=shape)
+        return search(cfg, workdir, topology_name=args.topology, steps=args.steps, shapes=shapes)
+    return main(cfg, workdir, topology_name=args.topology, steps=args.steps, shapes=shapes)
 
 
 if __name__ == "__main__":

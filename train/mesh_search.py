@@ -1,24 +1,27 @@
 """Every mesh that a topology allows for a training step, ranked by what the step is estimated to need on it."""
 
 import itertools
+import logging
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
 from dsv32_jax import sharding
 from dsv32_jax.sharding import MeshConfig
-from train import step_estimate
+from train import pod_steps, step_estimate
 from train.pod_report import MARGIN
 from train.run_config import RunConfig
-from train.stage import Stage
-from train.step_estimate import Estimate
+from train.step_estimate import Estimate, Load
 from train.topology import GIB, Topology
+
+logger = logging.getLogger(__name__)
 
 SEARCHED = ("fsdp", "expert", "tensor", "context")
 ACROSS = ("data", "fsdp")  # what slices may differ in; other axes need the links inside a slice
 LISTED = 12
+SAY_EVERY_S = 5.0
 
 
 class Candidate(NamedTuple):
@@ -41,23 +44,23 @@ class Candidate(NamedTuple):
         """Whether MARGIN is left free."""
         return self.free >= MARGIN
 
-    def settings(self, stage: Stage) -> list[str]:
-        """Return the overrides that choose it on a command line."""
+    def settings(self, name: str) -> list[str]:
+        """Return what chooses it for a step on a command line."""
         sizes = [f"mesh.ici_{axis}={self.mesh.size('ici', axis)}" for axis in SEARCHED]
         sizes += [
             f"mesh.dcn_{axis}={n}" for axis in ACROSS if (n := self.mesh.size("dcn", axis)) > 1
         ]
-        return [*sizes, f"{stage}.microbatches={self.microbatches}"]
+        if name == pod_steps.GRPO:
+            return [f"--grpo-microbatches {self.microbatches}", *sizes]
+        return [*sizes, f"{name}.microbatches={self.microbatches}"]
 
 
-def search(
-    cfg: RunConfig, stage: Stage, target: Topology, devices: Sequence[Any]
-) -> list[Candidate]:
+def search(cfg: RunConfig, load: Load, target: Topology, devices: Sequence[Any]) -> list[Candidate]:
     """Rank the meshes of a topology.
 
     Args:
-        cfg: The run, whose every stage the mesh must suit; its own mesh and the stage's microbatches are not used.
-        stage: One of its stages.
+        cfg: The run; its mesh is not used.
+        load: One of its steps, whose microbatches are not used; where it is a stage the mesh must suit the others too.
         target: The topology.
         devices: Its devices.
 
@@ -65,23 +68,23 @@ def search(
         A candidate for each legal mesh: first those that leave MARGIN of the memory free, by the time of a step if
         nothing overlaps, then the others by memory.
     """
-    found = []
-    for mesh_cfg in meshes(target):
+    found, said = [], time.monotonic()
+    for number, mesh_cfg in enumerate(every := list(meshes(target))):
+        if time.monotonic() - said > SAY_EVERY_S:
+            said = time.monotonic()
+            logger.info("%s on %s: %d of %d meshes", load.name, target, number, len(every))
         try:
             mesh = sharding.make_mesh(mesh_cfg, list(devices))
         except NotImplementedError:  # no place on this torus
             continue
-        parts = [m for m in _divisors(cfg.stage_data(stage).batch_size)
-                 if _legal(_changed(cfg, stage, mesh_cfg, m), mesh)]  # fmt: skip
-        if not parts:
-            continue
+        loads = (load._replace(microbatches=m) for m in _divisors(load.rows))
         candidates = []
-        for microbatches in parts:
-            changed = _changed(cfg, stage, mesh_cfg, microbatches)
-            estimate = step_estimate.estimate(changed, stage, mesh, target.chip)
+        for changed in (one for one in loads if _legal(cfg, one, mesh)):
+            estimate = step_estimate.estimate(cfg.model, changed, mesh, target.chip)
             free = 1 - estimate.peak_bytes / target.chip.hbm_bytes
-            candidates.append(Candidate(mesh_cfg, microbatches, estimate, free))
-        found.append(min(candidates, key=_order))
+            candidates.append(Candidate(mesh_cfg, changed.microbatches, estimate, free))
+        if candidates:
+            found.append(min(candidates, key=_order))
     return sorted(found, key=_order)
 
 
@@ -105,34 +108,31 @@ def meshes(target: Topology) -> Iterator[MeshConfig]:
                 )  # fmt: skip
 
 
-def table(cfg: RunConfig, stage: Stage, target: Topology, found: Sequence[Candidate]) -> str:
+def table(load: Load, target: Topology, found: Sequence[Candidate]) -> str:
     """Write the ranking for a person.
 
     Args:
-        cfg: The run.
-        stage: The stage.
+        load: The step.
         target: The topology.
         found: From `search`.
 
     Returns:
         Lines.
     """
-    data = cfg.stage_data(stage)
     title = (
-        f"{stage} on {target}, {data.batch_size} rows of {data.seq_len} tokens: {len(found)} legal meshes, "
+        f"{load.name} on {target}, {load.rows} rows of {load.seq_len} tokens: {len(found)} legal meshes, "
         f"{sum(one.fits for one in found)} leave {MARGIN:.0%} of the memory free"
     )
     if not found:
         return (
             f"{title}\n  none: {target.n_devices} devices must divide the heads, the experts, their width, the "
-            f"tokens of a row and the rows of a microbatch; try another {stage}.batch_size"
+            f"tokens of a row and the rows of a microbatch; try another number of rows"
         )
     head = (
         "  fsdp expert tensor context  slices  microbatches  arguments     peak  free  products   memory    links"
         "     step  tokens/s/chip"
     )
     lines = [title, head]
-    tokens = data.batch_size * data.seq_len
     for one in found[:LISTED]:
         mesh, times = one.mesh, one.estimate.times
         across = next(
@@ -142,14 +142,14 @@ def table(cfg: RunConfig, stage: Stage, target: Topology, found: Sequence[Candid
             f"  {mesh.ici_fsdp:4} {mesh.ici_expert:6} {mesh.ici_tensor:6} {mesh.ici_context:7} {across:>7} "
             f"{one.microbatches:13} {one.estimate.arguments_bytes / GIB:10.2f} {one.estimate.peak_bytes / GIB:8.2f} "
             f"{one.free:5.0%} {times.products_s:9.3g} {times.memory_s:8.3g} {times.links_s:8.3g} "
-            f"{times.serial_s:8.3g} {tokens / times.serial_s / target.n_chips:14.0f}"
+            f"{times.serial_s:8.3g} {load.tokens / times.serial_s / target.n_chips:14.0f}"
         )
     if len(found) > LISTED:
         lines.append(f"  and {len(found) - LISTED} more in meshes.json")
     lines.append(
         "  GiB and seconds of a device; step: if nothing overlaps. Estimates: compile the first to be sure:"
     )
-    lines.append(f"  {' '.join(found[0].settings(stage))}")
+    lines.append(f"  {' '.join(found[0].settings(load.name))}")
     return "\n".join(lines)
 
 
@@ -183,16 +183,12 @@ def _divisors(n: int) -> list[int]:
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
-def _changed(cfg: RunConfig, stage: Stage, mesh: MeshConfig, microbatches: int) -> RunConfig:
-    settings = replace(cfg.stage_config(stage), microbatches=microbatches)
-    changes: dict[str, Any] = {"mesh": mesh, stage: settings}
-    return replace(cfg, **changes)
-
-
-def _legal(cfg: RunConfig, mesh: Mesh) -> bool:
-    """Ask the run's own check."""
+def _legal(cfg: RunConfig, load: Load, mesh: Mesh) -> bool:
+    """Ask the steps' own check; a mesh is that of all stages of a run."""
+    others = [s for s in cfg.stages if s != load.stage] if load.name in cfg.stages else []
     try:
-        cfg.check_mesh(mesh)
+        for one in (load, *(step_estimate.load_of(cfg, stage) for stage in others)):
+            pod_steps.check_mesh(cfg, one, mesh)
     except ValueError:
         return False
     return True

@@ -9,7 +9,7 @@ from typing import Any
 
 from train import collectives, hlo, live_buffers, roofline
 from train.hlo import Program
-from train.pod_steps import PodStep
+from train.pod_steps import GRPO, SERVING, PodStep
 from train.roofline import Roofline
 from train.topology import GIB, Topology
 
@@ -357,13 +357,17 @@ def suggestions(report: StepReport) -> list[str]:
         hints.append(
             "more devices: arguments alone take over half of the memory (mesh.ici_fsdp, or @N slices)"
         )
-    if report.step in ("dense", "warmup", "sparse"):
-        hints.append(f"{report.step}.microbatches=N, so that a device has one row or less at once")
-        hints.append("mesh.ici_context=N, so that a device has fewer tokens of each row")
-        hints.append(f"{report.step}.optimizer.adam.mu_dtype=bfloat16, model.remat=full")
-    else:
-        hints.append("--slots or --max-len smaller, or mesh.ici_tensor and ici_expert larger")
-    return hints
+    if report.step in SERVING:
+        return [*hints, "--slots or --max-len smaller, or mesh.ici_tensor and ici_expert larger"]
+    grpo = report.step == GRPO
+    parts = "--grpo-microbatches N" if grpo else f"{report.step}.microbatches=N"
+    moments = "" if grpo else f"{report.step}.optimizer.adam.mu_dtype=bfloat16, "
+    return [
+        *hints,
+        f"{parts}, so that a device has one row or less at once",
+        "mesh.ici_context=N, so that a device has fewer tokens of each row",
+        f"{moments}model.remat=full",
+    ]
 
 
 def _gib(size: int | float) -> str:

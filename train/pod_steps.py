@@ -1,7 +1,7 @@
 """The real steps of a run with abstract arguments: shapes with places, from which they are traced and compiled."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +20,21 @@ from dsv32_jax.generate.sampling import Knobs
 from dsv32_jax.model import DeepSeekV32
 from train import state as states
 from train import step_estimate
+from train.head import Kept
 from train.losses import Batch
-from train.optimizer import Rates, make_optimizer
-from train.run_config import RunConfig
-from train.stage import Stage, train_flops
+from train.optimizer import AdamConfig, Rates, make_optimizer
+from train.rl import learner, packing
+from train.rl.learner import Targets, Work
+from train.rl.objective import ObjectiveConfig
+from train.rl.packing import Packed
+from train.run_config import RunConfig, check_divides, check_model_on_mesh
+from train.stage import MAIN_TRAINS, Stage, train_flops
 from train.step import make_step
+from train.step_estimate import Load
+
+GRPO = "grpo"
+# Its numbers change nothing but numbers.
+OBJECTIVE = ObjectiveConfig(kl_strength=1e-3, off_policy_delta=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +62,81 @@ class ServingShape:
     def piece(self) -> int:
         """Tokens of a prompt run at once: no more than a sequence has, as in the engine."""
         return min(self.prefill_chunk, self.max_len)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoShape:
+    """What GRPO's update is compiled for.
+
+    Attributes:
+        rows: Rows of packed rollouts in a step.
+        row_length: Tokens of a row.
+        microbatches: Parts the rows are worked on in.
+        responses: Rollouts of a row.
+        response_tokens: Tokens of the longest response.
+        kept_tokens: Entries of a row's kept sets, of all its places together; 0 where nothing was cut.
+    """
+
+    rows: int = 512
+    row_length: int = 32_768
+    microbatches: int = 8
+    responses: int = 4
+    response_tokens: int = 8192
+    kept_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        for field in fields(self):
+            value, least = getattr(self, field.name), int(field.name != "kept_tokens")
+            require(value >= least, f"{field.name}={value} must be at least {least}")
+        require(
+            self.rows % self.microbatches == 0,
+            f"microbatches={self.microbatches} must divide the {self.rows} rows of GRPO's step",
+        )
+        require(
+            self.response_tokens < self.row_length,
+            f"response_tokens={self.response_tokens} must be below row_length={self.row_length}",
+        )
+
+    def load(self, cfg: RunConfig) -> Load:
+        """Describe the step to the estimate.
+
+        Args:
+            cfg: The run, whose model and AdamW are taken.
+
+        Returns:
+            The load.
+
+        Raises:
+            UsageError: If no stage of the run trains the main model.
+        """
+        stages = [stage for stage in cfg.stages if stage in MAIN_TRAINS]
+        if not stages:
+            raise UsageError(
+                f"{GRPO} takes AdamW's settings from a stage that trains the main model: the run has none"
+            )
+        return Load(
+            name=GRPO,
+            stage="rl",
+            rows=self.rows,
+            seq_len=self.row_length,
+            document=self.row_length // self.responses,
+            microbatches=self.microbatches,
+            adam=cfg.stage_config(stages[-1]).optimizer.adam,
+            reference=True,
+        )
+
+
+class Shapes(NamedTuple):
+    """What is asked for of steps that are no stage of the run.
+
+    Attributes:
+        serving: Of prefill and decode.
+        grpo: Of GRPO's update.
+    """
+
+    serving: ServingShape = ServingShape()
+    grpo: GrpoShape = GrpoShape()
 
 
 class PodStep(NamedTuple):
@@ -88,11 +173,7 @@ def train_step(cfg: RunConfig, mesh: Mesh, stage: Stage) -> PodStep:
         The step.
     """
     settings, data = cfg.stage_config(stage), cfg.stage_data(stage)
-    optimizer = make_optimizer(settings.optimizer.adam)
-    state = states.on_devices(
-        states.abstract(cfg.model, optimizer, stage),
-        states.shardings(cfg.model, optimizer, stage, mesh),
-    )
+    state = _state(cfg.model, settings.optimizer.adam, stage, mesh)
     tokens = _place(mesh, (data.batch_size, data.seq_len), jnp.int32, "batch", "sequence")
     rate = _place(mesh, (), jnp.float32)
     with jax.set_mesh(mesh):
@@ -107,7 +188,75 @@ def train_step(cfg: RunConfig, mesh: Mesh, stage: Stage) -> PodStep:
         n_tokens * train_flops(cfg.model, data.seq_len, stage),
         data.seq_len,
         cfg.model.n_moe_layers,
-        step_estimate.gradient_bytes(cfg, stage, mesh),
+        step_estimate.gradient_bytes(cfg.model, step_estimate.load_of(cfg, stage), mesh),
+    )
+
+
+def grpo_step(cfg: RunConfig, mesh: Mesh, shape: GrpoShape) -> PodStep:
+    """Describe GRPO's update: microbatches scored by the reference, gradients of the policy added up, AdamW.
+
+    Experts are replayed. The state and the reference are float32, as in a run.
+
+    Args:
+        cfg: The run, whose model learns, with the AdamW of its last stage that trains the main model.
+        mesh: The mesh.
+        shape: Rollouts.
+
+    Returns:
+        The step.
+    """
+    load, model = shape.load(cfg), cfg.model
+    state = _state(model, load.adam, load.stage, mesh)
+    with jax.set_mesh(mesh):
+        step = learner.make_step(model, OBJECTIVE, load.adam, kept=shape.kept_tokens > 0)
+        work = _grpo_work(model, mesh, shape)
+    rate = _place(mesh, (), jnp.float32)
+    of_token = train_flops(replace(model, mtp=False), load.document, load.stage)
+    of_token += flops.forward(replace(model, mtp=False), load.document, "sparse").total
+    return PodStep(
+        step,
+        (state, state.parameters, work, Rates(rate, rate)),
+        load.tokens,
+        load.tokens * of_token,
+        shape.row_length,
+        model.n_moe_layers,
+        step_estimate.gradient_bytes(model, load, mesh),
+    )
+
+
+def _grpo_work(model: ModelConfig, mesh: Mesh, shape: GrpoShape) -> Work:
+    """Return stacked microbatches as `trainer.Learner` lays them out."""
+    parts, rows = shape.microbatches, shape.rows // shape.microbatches
+    token = (parts, rows, shape.row_length)
+    response = (parts, rows, packing.round_up(shape.responses))
+    drawn = (*response, packing.round_up(shape.response_tokens))
+    entries: Any = ((parts, rows, packing.round_up(shape.kept_tokens or 1)), jnp.int32)
+    sizes: dict[str, Any] = {
+        "tokens": (token, jnp.int32),
+        "segment_ids": (token, jnp.int32),
+        "temperature": (token, jnp.float32),
+        "kept": Kept(entries, entries) if shape.kept_tokens else None,
+        "experts": ((parts, model.n_moe_layers, *token[1:], model.moe.n_active), jnp.int32),
+        "place": (drawn, jnp.int32),
+        "mask": (drawn, jnp.bool),
+        "log_p": (drawn, jnp.float32),
+        "rollout": (response, jnp.int32),
+    }
+    where = packing.axes(Packed(**sizes))
+    packed = jax.tree.map(
+        lambda logical, size: _place(mesh, *size, *logical),
+        where, Packed(**sizes), is_leaf=lambda x: type(x) is tuple,
+    )  # fmt: skip
+    number = _place(mesh, response, jnp.float32, *where.rollout)
+    targets = Targets(packed.log_p, None, number, number, number)
+    return Work(packed, targets, _place(mesh, (), jnp.int32))
+
+
+def _state(model: ModelConfig, adam: AdamConfig, stage: Stage, mesh: Mesh) -> Any:
+    """Return the abstract training state, on its devices."""
+    optimizer = make_optimizer(adam)
+    return states.on_devices(
+        states.abstract(model, optimizer, stage), states.shardings(model, optimizer, stage, mesh)
     )
 
 
@@ -167,20 +316,22 @@ def prefill_step(cfg: RunConfig, mesh: Mesh, shape: ServingShape) -> PodStep:
     return PodStep(jitted, arguments, shape.piece, model_flops, shape.max_len)
 
 
-def build(name: str, cfg: RunConfig, mesh: Mesh, shape: ServingShape) -> PodStep:
+def build(name: str, cfg: RunConfig, mesh: Mesh, shapes: Shapes) -> PodStep:
     """Describe a step by name.
 
     Args:
-        name: A stage of the run, or a key of SERVING.
+        name: A stage of the run, GRPO, or a key of SERVING.
         cfg: The run.
         mesh: The mesh.
-        shape: For prefill and decode.
+        shapes: For what is no stage.
 
     Returns:
         The step.
     """
+    if name == GRPO:
+        return grpo_step(cfg, mesh, shapes.grpo)
     if name in SERVING:
-        return SERVING[name](cfg, mesh, shape)
+        return SERVING[name](cfg, mesh, shapes.serving)
     return train_step(cfg, mesh, next(stage for stage in cfg.stages if stage == name))
 
 
@@ -194,9 +345,50 @@ def check_name(name: str, cfg: RunConfig) -> None:
     Raises:
         UsageError: If it has none of that name; names those it has.
     """
-    known = (*cfg.stages, *SERVING)
+    known = (*cfg.stages, GRPO, *SERVING)
     if name not in known:
         raise UsageError(f"step {name!r} must be one of {', '.join(known)}")
+
+
+def load_of(name: str, cfg: RunConfig, shapes: Shapes) -> Load:
+    """Describe a step that trains to the estimate.
+
+    Args:
+        name: A stage of the run, or GRPO.
+        cfg: The run.
+        shapes: For GRPO.
+
+    Returns:
+        The load.
+
+    Raises:
+        UsageError: If the step does not train.
+    """
+    if name == GRPO:
+        return shapes.grpo.load(cfg)
+    for stage in cfg.stages:
+        if stage == name:
+            return step_estimate.load_of(cfg, stage)
+    raise UsageError(
+        f"--search ranks meshes for {', '.join((*cfg.stages, GRPO))}, and not for {name}"
+    )
+
+
+def check_mesh(cfg: RunConfig, load: Load, mesh: Mesh) -> None:
+    """Check that a mesh divides the model and the rows of a step.
+
+    Args:
+        cfg: The run.
+        load: Of one of its steps.
+        mesh: The mesh.
+
+    Raises:
+        ValueError: If an axis does not divide a size; names both.
+    """
+    check_model_on_mesh(cfg.model, mesh)
+    rows = load.rows // load.microbatches
+    check_divides(mesh, rows, f"{load.name} rows / microbatches", *sharding.BATCH_AXES)
+    check_divides(mesh, load.seq_len, f"{load.name} tokens of a row", "context", "tensor")
 
 
 SERVING: dict[str, Callable[[RunConfig, Mesh, ServingShape], PodStep]] = {

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from dsv32_jax.config import ModelConfig, require
 from dsv32_jax.sharding import BATCH_AXES, MeshConfig
@@ -186,7 +186,7 @@ class RunConfig:
             )
 
 
-def check_model_on_mesh(model: ModelConfig, mesh: Mesh) -> None:
+def check_model_on_mesh(model: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
     """Check that the mesh divides the heads and experts that it cuts.
 
     Args:
@@ -201,7 +201,7 @@ def check_model_on_mesh(model: ModelConfig, mesh: Mesh) -> None:
     check_divides(mesh, model.moe.expert_dim, "model.moe.expert_dim", "tensor")
 
 
-def check_divides(mesh: Mesh, size: int, name: str, *axes: str) -> None:
+def check_divides(mesh: Mesh | AbstractMesh, size: int, name: str, *axes: str) -> None:
     """Check that axes of a mesh divide a size.
 
     Args:

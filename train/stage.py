@@ -25,8 +25,8 @@ MAIN_TRAINS: frozenset[Stage] = frozenset({"dense", "sparse", "window", "rl"})
 def train_flops(cfg: ModelConfig, seq_len: int, stage: Stage) -> float:
     """Count what a step of a stage costs a token: what trains goes forward and back, the rest forward only.
 
-    In the warm-up the main model is frozen and its head is not run. The indexer's target, which the mathematics reads
-    off the main attention, is not counted.
+    In the warm-up the main model is frozen and its head is not run; in reinforcement learning the indexer is. Its
+    target, which the mathematics reads off the main attention, is not counted.
 
     Args:
         cfg: The model.
@@ -36,8 +36,9 @@ def train_flops(cfg: ModelConfig, seq_len: int, stage: Stage) -> float:
     Returns:
         FLOPs per token, a mean over the document.
     """
-    count = flops.forward(cfg, seq_len, ATTENTION[stage], indexer_runs=stage in INDEXER_TRAINS)
+    trains = stage in INDEXER_TRAINS
+    count = flops.forward(cfg, seq_len, ATTENTION[stage], indexer_runs=trains or None)
     main = count.weights + count.attention
     if stage in MAIN_TRAINS:
         main = flops.BACKWARD_FACTOR * (main + count.head)
-    return main + flops.BACKWARD_FACTOR * count.indexer
+    return main + (flops.BACKWARD_FACTOR if trains else 1) * count.indexer

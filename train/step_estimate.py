@@ -6,17 +6,18 @@ many passes is read off compiled steps of the released model, so the estimate ra
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dsv32_jax import expert_travel, mla, moe, parameters, sharding
+from dsv32_jax import expert_travel, flops, mla, moe, parameters, sharding
 from dsv32_jax.config import ModelConfig
 from train import collectives
 from train import state as states
-from train.optimizer import make_optimizer
+from train.optimizer import AdamConfig, make_optimizer
 from train.roofline import Roofline
 from train.run_config import RunConfig
 from train.stage import INDEXER_TRAINS, MAIN_TRAINS, Stage, train_flops
@@ -39,7 +40,62 @@ WEIGHT_BYTES = (
 PIECE_BYTES = 16  # more for an expert's, in each piece of the tokens
 # Products executed over those asked for: a forward pass more, and by the definitions keys after the query.
 EXECUTED = {("sparse", True): 1.2, ("sparse", False): 1.75, ("dense", True): 1.35, ("dense", False): 1.75,
-            ("warmup", True): 2.5, ("warmup", False): 4.3}  # fmt: skip
+            ("warmup", True): 2.5, ("warmup", False): 4.3,
+            ("rl", True): 1.2, ("rl", False): 1.75}  # fmt: skip
+FORWARD_SHARE = (
+    0.25  # of a microbatch's traffic: a forward pass of forward, forward again and backward
+)
+
+
+class Load(NamedTuple):
+    """An optimizer step, as the estimate sees it.
+
+    Attributes:
+        name: Of the step.
+        stage: What trains.
+        rows: Of the batch.
+        seq_len: Tokens of a row.
+        document: Tokens of one of a row's documents.
+        microbatches: Parts of the batch.
+        adam: The optimizer.
+        reference: Whether another model, the reference, scores the batch too.
+    """
+
+    name: str
+    stage: Stage
+    rows: int
+    seq_len: int
+    document: int
+    microbatches: int
+    adam: AdamConfig
+    reference: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.rows * self.seq_len
+
+
+def load_of(cfg: RunConfig, stage: Stage) -> Load:
+    """Describe a stage's step.
+
+    Args:
+        cfg: The run.
+        stage: One of its stages.
+
+    Returns:
+        The load.
+    """
+    settings, data = cfg.stage_config(stage), cfg.stage_data(stage)
+    return Load(
+        name=stage,
+        stage=stage,
+        rows=data.batch_size,
+        seq_len=data.seq_len,
+        document=data.seq_len,
+        microbatches=settings.microbatches,
+        adam=settings.optimizer.adam,
+    )
 
 
 class Estimate(NamedTuple):
@@ -66,7 +122,6 @@ class _Work(NamedTuple):
         tokens: Tokens.
         keys: Keys that a query is scored against.
         seq_len: Tokens of a row.
-        microbatches: How often.
         heads, index_heads: Of a token.
         on_kernels: Whether attention runs on kernels.
         expert: Size of the expert axis.
@@ -79,7 +134,6 @@ class _Work(NamedTuple):
     tokens: int
     keys: int
     seq_len: int
-    microbatches: int
     heads: float
     index_heads: float
     on_kernels: bool
@@ -104,60 +158,67 @@ class _Weights(NamedTuple):
     layer_experts: float
 
 
-def gradient_bytes(cfg: RunConfig, stage: Stage, mesh: Mesh) -> float:
+def gradient_bytes(model: ModelConfig, load: Load, mesh: Mesh) -> float:
     """Return the bytes of a step's gradients on one device; twice where microbatches are added up.
 
     Args:
-        cfg: The run.
-        stage: One of its stages.
+        model: The model.
+        load: The step.
         mesh: The mesh.
 
     Returns:
         Bytes.
     """
-    sizes = _shard_sizes(cfg.model, mesh)
-    moving = sum(size for name, size in sizes.items() if states.trains(stage, name))
-    return 4.0 * moving * (2 if cfg.stage_config(stage).microbatches > 1 else 1)
+    sizes = _shard_sizes(model, mesh)
+    moving = sum(size for name, size in sizes.items() if states.trains(load.stage, name))
+    return 4.0 * moving * (2 if load.microbatches > 1 else 1)
 
 
-def estimate(cfg: RunConfig, stage: Stage, mesh: Mesh, chip: Chip) -> Estimate:
+def estimate(model: ModelConfig, load: Load, mesh: Mesh, chip: Chip) -> Estimate:
     """Estimate an optimizer step.
 
     Args:
-        cfg: The run; the mesh divides what it cuts.
-        stage: One of its stages.
+        model: The model; the mesh divides what it cuts.
+        load: The step.
         mesh: Of devices with coordinates.
         chip: What one can do.
 
     Returns:
         The estimate.
     """
-    model, work = cfg.model, _work(cfg, stage, mesh)
-    sizes = _shard_sizes(model, mesh)
+    sizes, stage = _shard_sizes(model, mesh), load.stage
     moving = sum(size for name, size in sizes.items() if states.trains(stage, name))
-    arguments = 4.0 * sum(sizes.values()) + moving * _moment_bytes(cfg, stage)
-    gradients = gradient_bytes(cfg, stage, mesh)
+    arguments = 4.0 * sum(sizes.values()) + moving * _moment_bytes(load.adam)
+    gradients = gradient_bytes(model, load, mesh)
     # The compiler casts weights that do not change once, before the layers.
     fixed = 2.0 * (sum(sizes.values()) - moving)
-    weights = _gathered(model, mesh)
-    data = cfg.stage_data(stage)
-    executed = EXECUTED[stage, work.on_kernels] * train_flops(model, data.seq_len, stage)
-    executed *= data.batch_size * data.seq_len / mesh.size
-    traffic = (
-        2 * arguments + 3 * gradients + work.microbatches * _traffic(model, stage, work, weights)
+    if load.reference:
+        arguments += 4.0 * sum(sizes.values())
+    runs = replace(model, mtp=model.mtp and stage != "rl")  # what of the model the step runs
+    work, weights = _work(runs, load, mesh), _gathered(runs, mesh)
+    of_token = EXECUTED[stage, work.on_kernels] * train_flops(runs, load.document, stage)
+    traffic, links = (
+        _traffic(runs, stage, work, weights),
+        _links_s(runs, stage, work, weights, mesh, chip),
     )
-    links = _links_s(model, stage, work, weights, gradients, mesh, chip)
+    if load.reference:  # runs forward, once
+        of_token += flops.forward(runs, load.document, "sparse").total
+        traffic += _traffic(runs, stage, work, weights) * FORWARD_SHARE
+        links += _links_s(runs, stage, work, weights, mesh, chip) * FORWARD_SHARE
+    executed = of_token * load.tokens / mesh.size
+    traffic = 2 * arguments + 3 * gradients + load.microbatches * traffic
+    links = load.microbatches * (links + _copies_s(load, gradients, mesh, chip))
     times = Roofline(executed / chip.flops, traffic / chip.hbm_bytes_per_s, links)
-    peak = arguments + gradients + fixed + _alive(model, stage, work, weights)
+    peak = arguments + gradients + fixed + _alive(runs, stage, work, weights)
     return Estimate(arguments, gradients, peak, times)
 
 
-def _work(cfg: RunConfig, stage: Stage, mesh: Mesh) -> _Work:
-    model, data, shape = cfg.model, cfg.stage_data(stage), mesh.shape
-    microbatches = cfg.stage_config(stage).microbatches
-    rows = data.batch_size // microbatches // math.prod(shape[a] for a in sharding.BATCH_AXES)
-    tokens = rows * data.seq_len // shape["context"]
-    gathers = stage == "sparse" and data.seq_len > mla.masked_up_to(model.mla, "tpu")
+def _work(model: ModelConfig, load: Load, mesh: Mesh) -> _Work:
+    shape = mesh.shape
+    rows = load.rows // load.microbatches // math.prod(shape[a] for a in sharding.BATCH_AXES)
+    tokens = rows * load.seq_len // shape["context"]
+    sparse = load.stage in ("sparse", "rl")
+    gathers = sparse and load.seq_len > mla.masked_up_to(model.mla, "tpu")
     choices = tokens * model.moe.n_active
     sends = model.expert_dispatch != "all_gather" and (
         model.expert_dispatch != "auto" or not moe.why_gather(model, choices, shape["expert"])
@@ -166,9 +227,8 @@ def _work(cfg: RunConfig, stage: Stage, mesh: Mesh) -> _Work:
     return _Work(
         rows=rows,
         tokens=tokens,
-        keys=min(model.indexer.topk, data.seq_len) if gathers else data.seq_len,
-        seq_len=data.seq_len,
-        microbatches=microbatches,
+        keys=min(model.indexer.topk, load.seq_len) if gathers else load.seq_len,
+        seq_len=load.seq_len,
         heads=model.mla.n_heads / shape["tensor"],
         index_heads=model.indexer.n_heads / shape["tensor"],
         on_kernels=model.kernels != "reference",
@@ -222,28 +282,31 @@ def _traffic(model: ModelConfig, stage: Stage, work: _Work, weights: _Weights) -
 
 
 def _links_s(
-    model: ModelConfig,
-    stage: Stage,
-    work: _Work,
-    weights: _Weights,
-    gradients: float,
-    mesh: Mesh,
-    chip: Chip,
+    model: ModelConfig, stage: Stage, work: _Work, weights: _Weights, mesh: Mesh, chip: Chip
 ) -> float:
-    """Return the seconds of a step's collectives, one after the other."""
-    devices = list(mesh.devices.flat)
+    """Return the seconds of a microbatch's collectives, one after the other."""
     rates: dict[tuple[str, tuple[str, ...]], float] = {}
     total = 0.0
-    for kind, axes, size in _collectives(model, stage, work, weights, gradients):
+    for kind, axes, size in _collectives(model, stage, work, weights):
         if (kind, axes) not in rates:
-            group = _group(mesh, axes)
-            rates[kind, axes] = collectives.seconds(kind, 2**30, group, devices, chip) / 2**30
+            rates[kind, axes] = _seconds(kind, axes, 2**30, mesh, chip) / 2**30
         total += size * rates[kind, axes]
-    return work.microbatches * total
+    return total
+
+
+def _copies_s(load: Load, gradients: float, mesh: Mesh, chip: Chip) -> float:
+    """Return the seconds in which the model's copies add up the gradients of a microbatch."""
+    once = round(gradients / (2 if load.microbatches > 1 else 1))
+    return _seconds("all-reduce", ("data",), once, mesh, chip)
+
+
+def _seconds(kind: str, axes: tuple[str, ...], size: int, mesh: Mesh, chip: Chip) -> float:
+    devices = list(mesh.devices.flat)
+    return collectives.seconds(kind, size, _group(mesh, axes), devices, chip)
 
 
 def _collectives(
-    model: ModelConfig, stage: Stage, work: _Work, weights: _Weights, gradients: float
+    model: ModelConfig, stage: Stage, work: _Work, weights: _Weights
 ) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """List (kind, mesh axes, bytes) of one microbatch: a layer runs forward, again, and backward."""
     trains = stage in MAIN_TRAINS
@@ -275,8 +338,6 @@ def _collectives(
         yield "reduce-scatter", plain, 4 * weights.plain
         yield "reduce-scatter", experts, 4 * weights.experts
         yield "reduce-scatter", ("context",), 2.0 * n_layers * work.rows * work.seq_len * width
-    once = gradients / (2 if work.microbatches > 1 else 1)
-    yield "all-reduce", ("data",), once
 
 
 def _group(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
@@ -293,9 +354,9 @@ def _shard_sizes(model: ModelConfig, mesh: Mesh) -> dict[str, int]:
     return {n: math.prod(where[n].shard_shape(x.shape)) for n, x in shapes.items()}
 
 
-def _moment_bytes(cfg: RunConfig, stage: Stage) -> float:
+def _moment_bytes(adam: AdamConfig) -> float:
     """Return the bytes of optimizer state for each element that trains."""
-    optimizer = make_optimizer(cfg.stage_config(stage).optimizer.adam)
+    optimizer = make_optimizer(adam)
     leaf = jax.ShapeDtypeStruct((1024,), np.float32)
     state = jax.eval_shape(optimizer.init, {"head": leaf, "layers.indexer.wk": leaf})
     moments = [x for x in jax.tree.leaves(state) if x.ndim]

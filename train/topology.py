@@ -10,6 +10,8 @@ from typing import Any
 from dsv32_jax.errors import UsageError
 
 GIB = 2**30
+# More are no topology that anybody means, and libtpu describes any number until it runs out of memory.
+MAX_DEVICES = 2**16
 # What libtpu asks a machine without a TPU about; answered here so that it neither waits nor warns.
 LIBTPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -138,7 +140,8 @@ def parse(text: str) -> Topology:
         The topology.
 
     Raises:
-        UsageError: If the text is not of that form, or the kind of TPU or its number of dimensions is unknown.
+        UsageError: If the text is not of that form, the kind of TPU or its number of dimensions is unknown, or there
+            are more devices than MAX_DEVICES.
     """
     match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)+)(?:@(\d+))?", text)
     if match is None:
@@ -153,7 +156,12 @@ def parse(text: str) -> Topology:
         raise UsageError(f"topology {text!r}: a slice of {kind} has {CHIPS[kind].dims} dimensions")
     if 0 in (*shape, slices):
         raise UsageError(f"topology {text!r}: no size may be 0")
-    return Topology(kind=kind, shape=shape, slices=slices)
+    topology = Topology(kind=kind, shape=shape, slices=slices)
+    if topology.n_devices > MAX_DEVICES:
+        raise UsageError(
+            f"topology {text!r}: {topology.n_devices} devices are more than {MAX_DEVICES}"
+        )
+    return topology
 
 
 def describe(topology: Topology) -> list[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import source_info_util
+from jax.extend import core, source_info_util
 
 
 class Value(NamedTuple):
@@ -35,9 +35,9 @@ def executed_flops(jaxpr: Any, n_devices: int, filled: float = 1.0) -> float:
         filled: Share of the rows of grouped products that are in a group, and so are computed: see `moe.filled`.
 
     Returns:
-        FLOPs of one run on all devices together. Loops count as often as they run (a `while` of unknown length once),
-        of a conditional the dearest branch, of a kernel every step of its grid. What every device computes alike
-        outside a `shard_map` counts once.
+        FLOPs of one run on all devices together. Loops count as often as they run (a `while` as often as a constant in
+        its condition allows, once without one), of a conditional the dearest branch, of a kernel every step of its
+        grid. What every device computes alike outside a `shard_map` counts once.
     """
     total = 0.0
     for eqn in _open(jaxpr).eqns:
@@ -50,6 +50,7 @@ def executed_flops(jaxpr: Any, n_devices: int, filled: float = 1.0) -> float:
             inner = [executed_flops(sub, n_devices, filled) for sub in _inside(eqn)]
             if inner:
                 times = eqn.params["length"] if name == "scan" else 1
+                times *= _most_runs(eqn) if name == "while" else 1
                 times *= n_devices if name == "shard_map" else 1
                 times *= _grid_steps(eqn) if name == "pallas_call" else 1
                 total += times * (max(inner) if name == "cond" else sum(inner))
@@ -105,6 +106,17 @@ def _inside(eqn: Any) -> list[Any]:
     return [
         x for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program) if is_program(x)
     ]
+
+
+def _most_runs(eqn: Any) -> int:
+    """Return what a counter that starts at 0 is compared with in a `while`'s condition; 1 where that is no constant."""
+    bounds = (
+        x
+        for inner in _open(eqn.params["cond_jaxpr"]).eqns
+        if inner.primitive.name == "lt"
+        for x in inner.invars
+    )
+    return max((int(x.val) for x in bounds if isinstance(x, core.Literal)), default=1)
 
 
 def _grid_steps(eqn: Any) -> int:

@@ -21,7 +21,12 @@ CASES = {
     "groups, bfloat16": {"kind": "groups", "dtype": "bfloat16"},
     "all tokens on one device": {"kind": "one device"},
     "one sender, little room": {"kind": "one sender", "slack": 0.25, "ragged": True},
-}
+    "three devices": {"kind": "even", "devices": 3, "experts": 15},
+    "five devices, by the ragged definition": {"kind": "even", "devices": 5, "experts": 15, "ragged": True},
+    "one token a device": {"kind": "even", "tokens": 1},
+    "one token on one of seven devices": {"kind": "even", "devices": 7, "experts": 14, "tokens": 1, "ragged": True},
+    "experts that nobody chose": {"kind": "nowhere"},
+}  # fmt: skip
 
 
 EIGHT_CPUS = {

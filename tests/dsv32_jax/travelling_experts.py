@@ -16,22 +16,27 @@ from jax.sharding import PartitionSpec as P
 
 from dsv32_jax import config, expert_rows, expert_travel, gate, sharding
 
-N, D, F, E, A = 24, 16, 8, 16, 4  # N tokens a device
-GROUPS = config.MoEConfig(n_experts=E, n_active=A, n_groups=8, n_active_groups=2, expert_dim=F)
-ANY = config.MoEConfig(n_experts=E, n_active=A, n_groups=1, n_active_groups=1, expert_dim=F)
+N, D, F, E, A = 24, 16, 8, 16, 4  # N tokens a device, unless a case says otherwise
 
 
-def draw_choices(kind, n_tokens):
+def experts_of(n_experts, kind):
+    n_groups = 8 if kind == "groups" else 1
+    return config.MoEConfig(
+        n_experts=n_experts, n_active=A, n_groups=n_groups, n_active_groups=min(2, n_groups), expert_dim=F
+    )  # fmt: skip
+
+
+def draw_choices(kind, n_tokens, n_experts):
     rng = np.random.default_rng(3)
-    scores = jnp.asarray(rng.uniform(size=(1, n_tokens, E)), jnp.float32)
-    if kind == "groups":
-        return gate.select_experts(scores, GROUPS)[0]
+    scores = jnp.asarray(rng.uniform(size=(1, n_tokens, n_experts)), jnp.float32)
+    if kind == "nowhere":  # the first device has tokens of its own and no expert that anybody chose
+        scores = scores.at[..., : n_experts // 2].set(-1)
     if kind == "one device":  # every token chooses the first A experts
         return jnp.broadcast_to(jnp.arange(A), (n_tokens, A))
     if kind == "one sender":  # only the last device's tokens go to the first experts
         late = jnp.arange(n_tokens)[:, None] >= n_tokens - N
-        return jnp.where(late, jnp.arange(A), E - 1 - jnp.arange(A))
-    return gate.select_experts(scores, ANY)[0]
+        return jnp.where(late, jnp.arange(A), n_experts - 1 - jnp.arange(A))
+    return gate.select_experts(scores, experts_of(n_experts, kind))[0]
 
 
 def by_definition(rows, into, start, length, place, arriving, *, axis_name):
@@ -75,15 +80,15 @@ def run(case):
     if jax.default_backend() == "cpu":
         jax.lax.ragged_all_to_all = by_definition
     rng = np.random.default_rng(0)
-    n_tokens = N * n_devices
-    experts = draw_choices(case["kind"], n_tokens)
+    n_tokens, n_experts = case.get("tokens", N) * n_devices, case.get("experts", E)
+    experts = draw_choices(case["kind"], n_tokens, n_experts)
     x, d_out = (jnp.asarray(rng.normal(size=(n_tokens, D)), dtype) for _ in range(2))
     gates = jnp.asarray(rng.uniform(0.1, 1, size=experts.shape), jnp.float32)
-    shapes = ((E, D, F), (E, D, F), (E, F, D))
+    shapes = ((n_experts, D, F), (n_experts, D, F), (n_experts, F, D))
     weights = tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
-    groups = GROUPS if case["kind"] == "groups" else ANY
-    reach = expert_travel.reach(groups, n_devices)
-    sizes = expert_travel.Sizes(n_devices, E // n_devices, reach, case.get("ragged", False))
+    n_local, ragged = n_experts // n_devices, case.get("ragged", False)
+    reach = expert_travel.reach(experts_of(n_experts, case["kind"]), n_devices)
+    sizes = expert_travel.Sizes(n_devices, n_local, reach, ragged)
 
     mesh = sharding.make_mesh(
         sharding.MeshConfig(ici_fsdp=1, ici_expert=n_devices), jax.devices()[:n_devices]
@@ -107,7 +112,7 @@ def run(case):
     errors = {
         name: float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for name, (a, b) in pairs.items()
     }
-    devices = np.asarray(experts) // (E // n_devices)
+    devices = np.asarray(experts) // n_local
     return errors | {
         "digest": hashlib.sha256(
             b"".join(np.asarray(a).tobytes() for a, _ in pairs.values())

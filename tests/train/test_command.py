@@ -89,6 +89,14 @@ def test_a_command_may_have_a_default_config(shell):
     assert shell(about=about)[0] == 0
 
 
+def test_only_a_command_that_is_a_run_of_its_config_says_that_it_can_go_on(shell):
+    about = command.CommandHelp(name="x", summary="y", examples="z", folder_prefix="compile-")
+    stopped = raising(command_line.TerminatedError())
+
+    assert shell("--config", "mine.py", main=stopped)[2].endswith("run the same command to go on\n")
+    assert shell("--config", "mine.py", main=stopped, about=about)[2] == "stopped by SIGTERM\n"
+
+
 def test_the_main_functions_own_status_is_returned(shell):
     status, out, _ = shell("--config", "mine.py", main=lambda cfg, workdir: 1)
 

@@ -1,8 +1,10 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,7 +52,7 @@ def config_file(tmp_path):
     ("arguments", "said"),
     [
         (["--topology", "v5p:8x8"], "a slice of v5p has 3 dimensions"),
-        (["--topology", "v5p:2x2x1", "--steps", "sparse,grpo"], "step 'grpo' must be one of sparse,"),
+        (["--topology", "v5p:2x2x1", "--steps", "sparse,ppo"], "step 'ppo' must be one of sparse, grpo,"),
         (["--topology", "v5p:2x2x1", "--slots", "0"], "slots=0 must be at least 1"),
         ([], "--topology"),
     ],
@@ -96,12 +98,36 @@ def test_a_small_run_compiles_for_a_pod_and_fits(config_file, tmp_path, kernels)
     assert "smallest pod v5p:2x2x1" in run.stdout
 
 
+INDEXERS = 2 * (128 * 4 * 128 + 256 * 128 + 256 * 4)
+
+
 def parameter_count():
     """Count by hand from the sizes in CONFIG."""
     attention = 256 * 128 + 128 * 4 * 192 + 256 * 192 + 128 * 4 * 256 + 4 * 128 * 256
-    indexer = 128 * 4 * 128 + 256 * 128 + 256 * 4
     dense, experts = 3 * 256 * 512, 9 * 3 * 256 * 256 + 256 * 8
-    return 2 * (attention + indexer) + dense + experts + 2 * 512 * 256
+    return 2 * attention + INDEXERS + dense + experts + 2 * 512 * 256
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+@pytest.mark.parametrize("kept", [0, 1000])
+def test_grpos_update_compiles_for_a_pod_and_fits(config_file, tmp_path, kept):
+    run = subprocess.run(
+        [sys.executable, "-m", "train.compile", "--config", str(config_file), "--topology", "v5p:2x2x1",
+         "--workdir", str(tmp_path / "out"), "--steps", "grpo", "--grpo-rows", "8", "--grpo-row-length", "384",
+         "--grpo-microbatches", "2", "--grpo-responses", "2", "--grpo-response-tokens", "128",
+         "--grpo-kept-tokens", str(kept)],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr + run.stdout
+    report = json.loads((tmp_path / "out" / "steps.json").read_text())["grpo"]
+    # float32 policy and reference, and two moments of all but the indexers
+    whole = 4 * 2 * parameter_count() + 8 * (parameter_count() - INDEXERS)
+    assert report["arguments_bytes"] == pytest.approx(whole / 4, rel=0.05)
+    assert report["tokens"] == 8 * 384
+    assert report["executed_flops"] > report["model_flops"] > 0
+    # Each of two microbatches reduces the gradients of its layers.
+    assert report["collectives"]["reduce-scatter"]["runs"] >= 2
 
 
 def report(**changes):
@@ -123,7 +149,7 @@ def test_the_exit_status_follows_what_fits(monkeypatch, tmp_path, config_file, m
             pod_compile, "_in_a_process", lambda *a, s=status: report(status=s, peak_bytes=50)
         )
         found = pod_compile.main(
-            cfg, tmp_path, topology_name="v5p:2x2x1", steps=None, shape=pod_compile.ServingShape()
+            cfg, tmp_path, topology_name="v5p:2x2x1", steps=None, shapes=pod_compile.Shapes()
         )
         assert found == expected
     assert json.loads((tmp_path / "summary.json").read_text())["sparse/status"] == "not compiled"
@@ -139,11 +165,73 @@ def test_a_compiler_that_ends_its_process_is_reported(monkeypatch, tmp_path, con
     target = topology.parse("v5p:2x2x1")
     found = pod_compile._in_a_process(
         config_files.load_config(str(config_file)),
-        target, "sparse", pod_compile.ServingShape(), tmp_path / "sparse.log",
+        target, "sparse", pod_compile.Shapes(), tmp_path / "sparse.log",
     )  # fmt: skip
     assert found.status == "not compiled"
     assert "the compiler's process ended" in found.message
     assert "sparse.log" in found.message
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes", "said"),
+    [
+        (["decode"], {"fsdp": 8}, "slots=12 is not a multiple of the 8 shards"),
+        (["prefill"], {"expert": 8}, "slots=12 is not a multiple of the 8 shards"),
+        (["grpo"], {"fsdp": 8}, "grpo rows / microbatches=4 is not a multiple of the 8 shards"),
+        (["grpo"], {"context": 8}, "grpo tokens of a row=100 is not a multiple of the 8 shards"),
+        (["sparse"], {"fsdp": 8}, "sparse batch_size / microbatches=4 is not a multiple of the 8"),
+        (["grpo"], {"tensor": 8}, "model.mla.n_heads=4 is not a multiple of the 8 shards"),
+        (["decode"], {"expert": 3}, "model.moe.n_experts=8 is not a multiple of the 3 shards"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_what_a_step_cuts_is_refused(
+    names, sizes, said, config_file, torus
+):
+    from train import config_file as config_files
+    from train.pod_steps import GrpoShape, ServingShape
+
+    grpo = GrpoShape(rows=8, microbatches=2, row_length=100, response_tokens=8)
+    shapes = pod_compile.Shapes(ServingShape(slots=12), grpo)
+    shape = (3, 1, 1) if 3 in sizes.values() else (2, 2, 2)
+    with pytest.raises(ValueError, match=said):
+        pod_compile._check_mesh(
+            config_files.load_config(str(config_file)), names, shapes, torus(shape, **sizes)
+        )
+
+
+HANGS = """
+import sys
+import time
+from pathlib import Path
+from dsv32_jax import command_line
+from train import compile as pod_compile
+from train import topology
+
+def hang(*arguments):
+    Path(sys.argv[1]).write_text("there")
+    time.sleep(60)
+
+if __name__ == "__main__":
+    pod_compile._compile_and_send = hang
+    target = topology.parse("v5p:2x2x1")
+    with command_line.Boundary() as boundary:
+        pod_compile._in_a_process(None, target, "sparse", pod_compile.Shapes(), Path("log"))
+    sys.exit(boundary.status)
+"""
+
+
+def test_ctrl_c_ends_the_compiling_process_too_and_is_one_line(tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "hangs.py"), str(tmp_path / "there")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while not (tmp_path / "there").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes of the command
+    assert process.communicate(timeout=60)[1] == "interrupted\n"
+    assert process.returncode == 130
 
 
 def test_the_smallest_pod_spreads_arguments_and_gradients_and_keeps_the_rest():
@@ -182,6 +270,19 @@ def test_the_text_says_what_does_not_fit_and_what_to_try():
     assert "sparse.microbatches" in text
     assert "3 s if all overlaps" in text
     assert "6 s if nothing does" in text
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [("grpo", "--grpo-microbatches N"), ("warmup", "warmup.microbatches=N"), ("decode", "--slots")],
+)
+def test_what_to_try_are_the_settings_of_that_step(step, expected):
+    found = pod_report.suggestions(report(step=step, status="tight", peak_bytes=95))
+    assert found[0].startswith(expected)
+    others = {"--grpo-microbatches", "warmup.microbatches", "--slots"} - {
+        expected.split("=")[0].split()[0]
+    }
+    assert not any(other in line for other in others for line in found)
 
 
 def test_lines_are_added_up_by_source_and_kind():

@@ -12,6 +12,10 @@ from train.roofline import Roofline
 from train.step_estimate import Estimate
 
 
+def load(cfg, stage="sparse"):
+    return step_estimate.load_of(cfg, stage)
+
+
 def sizes_of(mesh):
     return tuple(mesh.size("ici", axis) for axis in mesh_search.SEARCHED)
 
@@ -39,7 +43,7 @@ def tiny(tiny_run):
 
 def test_meshes_that_do_not_divide_the_run_are_left_out(tiny, chips):
     target = topology.parse("v5p:2x2x2")
-    found = mesh_search.search(tiny, "sparse", target, chips((2, 2, 2)))
+    found = mesh_search.search(tiny, load(tiny), target, chips((2, 2, 2)))
     # tensor cuts 2 heads, fsdp x expert 4 rows, and context x tensor 16 tokens: of 20 meshes of 8 devices
     expected = {(1, 1, 1, 8), (1, 1, 2, 4), (1, 2, 1, 4), (2, 1, 1, 4), (1, 2, 2, 2), (2, 1, 2, 2),
                 (2, 2, 1, 2), (1, 4, 1, 2), (4, 1, 1, 2), (2, 2, 2, 1), (1, 4, 2, 1), (4, 1, 2, 1)}  # fmt: skip
@@ -51,12 +55,12 @@ def test_meshes_that_do_not_divide_the_run_are_left_out(tiny, chips):
 
 
 def test_what_fits_comes_first_by_time_then_the_rest_by_memory(tiny, chips, monkeypatch):
-    def estimate(cfg, stage, mesh, chip):
+    def estimate(model, load, mesh, chip):
         peak = chip.hbm_bytes * (0.85 if mesh.shape["context"] < 4 else 0.9 + mesh.shape["context"])
         return Estimate(0, 0, peak, Roofline(mesh.shape["expert"], mesh.shape["fsdp"], 0.0))
 
     monkeypatch.setattr(step_estimate, "estimate", estimate)
-    found = mesh_search.search(tiny, "sparse", topology.parse("v5p:2x2x2"), chips((2, 2, 2)))
+    found = mesh_search.search(tiny, load(tiny), topology.parse("v5p:2x2x2"), chips((2, 2, 2)))
     assert sum(one.fits for one in found) == 8
     times = [one.estimate.times.serial_s for one in found[:8]]
     assert times == sorted(times)
@@ -64,12 +68,12 @@ def test_what_fits_comes_first_by_time_then_the_rest_by_memory(tiny, chips, monk
 
 
 def test_each_mesh_gets_the_microbatches_that_are_fastest_among_those_that_fit(tiny, chips, monkeypatch):  # fmt: skip
-    def estimate(cfg, stage, mesh, chip):
-        parts = cfg.sparse.microbatches
+    def estimate(model, load, mesh, chip):
+        parts = load.microbatches
         return Estimate(0, 0, chip.hbm_bytes * 1.5 / parts, Roofline(parts, 0.0, 0.0))
 
     monkeypatch.setattr(step_estimate, "estimate", estimate)
-    found = mesh_search.search(tiny, "sparse", topology.parse("v5p:2x2x2"), chips((2, 2, 2)))
+    found = mesh_search.search(tiny, load(tiny), topology.parse("v5p:2x2x2"), chips((2, 2, 2)))
     best = {sizes_of(one.mesh): one.microbatches for one in found}
     assert best[1, 1, 1, 8] == 2  # of 1, 2 and 4: one does not fit, four are slower
     assert best[4, 1, 2, 1] == 1  # four rows at once, and no choice
@@ -79,17 +83,18 @@ def test_the_released_models_warm_up_fits_a_pod_that_its_sparse_training_does_no
     target, devices = topology.parse("v5p:4x4x4"), chips((4, 4, 4))
     cfg = v32_671b_sparse.get_config()
     short = replace(cfg, sparse=replace(cfg.sparse, seq_len=4096, batch_size=64, microbatches=1))
-    sparse = mesh_search.search(short, "sparse", target, devices)
+    sparse = mesh_search.search(short, load(short), target, devices)
     assert sparse
     assert not any(one.fits for one in sparse)
-    assert mesh_search.search(v32_671b_warmup.get_config(), "warmup", target, devices)[0].fits
+    warmup = v32_671b_warmup.get_config()
+    assert mesh_search.search(warmup, load(warmup, "warmup"), target, devices)[0].fits
 
 
 def test_the_table_names_the_settings_of_the_best(tiny):
     target = topology.parse("v6e:2x2@2")
     mesh = next(m for m in mesh_search.meshes(target) if m.dcn_fsdp == 2 and m.ici_expert == 4)
     best = Candidate(mesh, 2, Estimate(2**30, 0, 2**31, Roofline(1.0, 2.0, 1.0)), 0.5)
-    text = mesh_search.table(tiny, "sparse", target, [best])
+    text = mesh_search.table(load(tiny), target, [best])
     settings = (
         "mesh.ici_fsdp=1 mesh.ici_expert=4 mesh.ici_tensor=1 mesh.ici_context=1 mesh.dcn_fsdp=2"
     )
@@ -97,7 +102,7 @@ def test_the_table_names_the_settings_of_the_best(tiny):
     # 64 tokens in 4 s on 8 chips
     assert text.splitlines()[2].split()[-5:] == ["1", "2", "1", "4", "2"]
     assert "1 legal meshes, 1 leave 10%" in text
-    assert "none: 8 devices must divide" in mesh_search.table(tiny, "sparse", target, [])
+    assert "none: 8 devices must divide" in mesh_search.table(load(tiny), target, [])
 
 
 def run(arguments, monkeypatch, tmp_path, tiny, devices):
@@ -123,9 +128,21 @@ def test_the_command_prints_and_saves_the_ranking(monkeypatch, tmp_path, tiny, c
     assert (tmp_path / "out" / "report.txt").read_text() in out
 
 
+def test_meshes_are_ranked_for_grpo_with_its_own_options(monkeypatch, tmp_path, tiny, chips, capsys):  # fmt: skip
+    arguments = ["--topology", "v5p:2x2x2", "--steps", "grpo", "--grpo-rows", "8", "--grpo-row-length", "16",
+                 "--grpo-response-tokens", "4"]  # fmt: skip
+    assert run(arguments, monkeypatch, tmp_path, tiny, chips((2, 2, 2))) == 0
+    found = json.loads((tmp_path / "out" / "meshes.json").read_text())["grpo"]
+    # tensor cuts 2 heads and fsdp x expert 8 rows; of 20 meshes of 8 devices those with tensor 4 or 8 are left out
+    assert len(found) == 16
+    out = capsys.readouterr().out
+    assert "grpo on v5p:2x2x2, 8 rows of 16 tokens: 16 legal meshes" in out
+    assert f"--grpo-microbatches {found[0]['microbatches']} mesh.ici_fsdp=" in out
+
+
 def test_no_mesh_that_fits_is_status_1_and_decode_2(monkeypatch, tmp_path, tiny, chips, capsys):  # fmt: skip
     odd = replace(tiny, data=replace(tiny.data, batch_size=3, seq_len=15))
     assert run(["--topology", "v5p:2x2x2"], monkeypatch, tmp_path, odd, chips((2, 2, 2))) == 1
     arguments = ["--topology", "v5p:2x2x2", "--steps", "decode"]
     assert run(arguments, monkeypatch, tmp_path, tiny, chips((2, 2, 2))) == 2
-    assert "--search ranks meshes for stages of the run, sparse" in capsys.readouterr().err
+    assert "--search ranks meshes for sparse, grpo, and not for decode" in capsys.readouterr().err

@@ -52,6 +52,7 @@ DENSE_ATTENTION, SPARSE_ATTENTION = 2.5 * 2 * 11, 1.75 * 2 * 11
         ("warmup", MAIN + DENSE_ATTENTION + 3 * INDEXER),
         ("sparse", 3 * (MAIN + HEAD + SPARSE_ATTENTION + INDEXER)),
         ("window", 3 * (MAIN + HEAD + SPARSE_ATTENTION)),
+        ("rl", 3 * (MAIN + HEAD + SPARSE_ATTENTION) + INDEXER),
     ],
 )
 def test_what_is_frozen_goes_forward_only_and_what_is_not_run_costs_nothing(name, multiply_adds):

@@ -83,3 +83,15 @@ def test_the_largest_values_come_with_their_lines():
     assert [value.bytes for value in values] == [64 * 64 * 4 // 4] * 2
     assert all(value.source.startswith("test_traced.py:") for value in values)
     assert values[0].shape == "float32[64,64]" or values[0].shape == "f32[64,64]"
+
+
+def test_a_loop_of_unknown_length_runs_as_often_as_its_condition_allows():
+    def fn(x, n):
+        def run(more):
+            carry = (jnp.zeros((), jnp.int32), x)
+            return jax.lax.while_loop(more, lambda c: (c[0] + 1, c[1] @ x), carry)[1]
+
+        return run(lambda c: (c[0] < n) & (c[0] < 5)) + run(lambda c: c[0] < n)
+
+    shapes = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    assert traced.executed_flops(jax.make_jaxpr(fn)(*shapes), 1) == (5 + 1) * 2 * 8**3

@@ -1,8 +1,8 @@
-"""The learner: gradients of the objective over microbatches of packed rollouts, and the optimizer step."""
+"""The learner: gradients of the objective over stacked microbatches of packed rollouts, and the optimizer step."""
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,11 +63,10 @@ def place_by_rollout(values: np.ndarray, packed: Packed) -> np.ndarray:
     return np.where(index >= 0, values[np.maximum(index, 0)], 0).astype(np.float32)
 
 
-@functools.cache
 def make_gradients(
     cfg: ModelConfig, objective_cfg: ObjectiveConfig, *, replay: bool = True, kept: bool = True
 ) -> Callable[[Parameters, Packed, Targets], tuple[Arrays, Sums]]:
-    """Return the jitted gradient of one microbatch, of what reinforcement learning moves.
+    """Return the gradient of one microbatch, of what reinforcement learning moves; to be traced under jit.
 
     Args:
         cfg: The model.
@@ -105,14 +104,13 @@ def make_gradients(
         moving = trainable(STAGE, params.weights)
         return jax.grad(loss, has_aux=True)(moving, params, packed, targets)
 
-    return jax.jit(gradients, compiler_options=compiling.compiler_options())
+    return gradients
 
 
-@functools.cache
 def make_update(
     adam: AdamConfig,
 ) -> Callable[[TrainState, Arrays, Rates], tuple[TrainState, Float[Array, ""]]]:
-    """Return the jitted optimizer step; the state is donated.
+    """Return the update by summed gradients; to be traced under jit.
 
     Args:
         adam: The optimizer.
@@ -138,4 +136,76 @@ def make_update(
         params = params._replace(weights=params.weights | moved)
         return TrainState(params, opt_state, state.step + 1), norm
 
-    return jax.jit(update, donate_argnums=0, compiler_options=compiling.compiler_options())
+    return update
+
+
+class Work(NamedTuple):
+    """What one optimizer step learns from: microbatches, stacked along a first axis that no mesh axis cuts.
+
+    Attributes:
+        packed: The rollouts.
+        targets: What is told of them; where there is a reference, its log-probabilities come from the step.
+        n_microbatches: int32 [], how many are worked on; the others are padding, which costs nothing. Few sizes of
+            stacks are ever compiled.
+    """
+
+    packed: Packed
+    targets: Targets
+    n_microbatches: Any
+
+
+@functools.cache
+def make_step(
+    cfg: ModelConfig,
+    objective_cfg: ObjectiveConfig,
+    adam: AdamConfig,
+    *,
+    replay: bool = True,
+    kept: bool = True,
+) -> Callable[
+    [TrainState, Parameters | None, Work, Rates], tuple[TrainState, Sums, Float[Array, ""]]
+]:
+    """Return the jitted optimizer step: gradients of the microbatches, added up in float32, and the update.
+
+    Args:
+        cfg: The model.
+        objective_cfg: What is maximised.
+        adam: The optimizer.
+        replay: See `policy.score`.
+        kept: See `policy.score`.
+
+    Returns:
+        (state, reference or None, work, rates) -> (state, sums, norm of the gradients), see `make_update`; the state is
+        donated. Equal arguments return the same function.
+    """
+    gradients = make_gradients(cfg, objective_cfg, replay=replay, kept=kept)
+    update = make_update(adam)
+
+    def step(
+        state: TrainState, reference: Parameters | None, work: Work, rates: Rates
+    ) -> tuple[TrainState, Sums, Array]:
+        def take(i: Array | int) -> tuple[Packed, Targets]:
+            stacked = (work.packed, work.targets)
+            return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, False), stacked)
+
+        def gradients_of(packed: Packed, targets: Targets) -> tuple[Arrays, Sums]:
+            if reference is not None:
+                found = policy.score(cfg, reference, packed, replay=replay, kept=kept)
+                targets = targets._replace(log_p_ref=found.log_p)
+            return gradients(state.parameters, packed, targets)
+
+        def add(carry: tuple) -> tuple:
+            i, total = carry
+            return i + 1, jax.tree.map(jnp.add, total, gradients_of(*take(i)))
+
+        def more(carry: tuple) -> Array:
+            # The second bound is known when the step is compiled, for those who read the program.
+            return (carry[0] < work.n_microbatches) & (carry[0] < len(work.packed.tokens))
+
+        shapes = jax.eval_shape(lambda: gradients_of(*take(0)))
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        _, (grads, sums) = jax.lax.while_loop(more, add, (jnp.zeros((), jnp.int32), zeros))
+        state, norm = update(state, grads, rates)
+        return state, sums, norm
+
+    return jax.jit(step, donate_argnums=0, compiler_options=compiling.compiler_options())

@@ -1,18 +1,25 @@
-"""Rollouts as the arrays of a microbatch: several in a row of tokens, each a document of its own."""
+"""Rollouts as the arrays of microbatches: several in a row of tokens, each a document of its own."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from dsv32_jax import sharding
+from train import hosts
 from train.head import Kept
 from train.rl.rollout import Rollout
 
 
 class Packed(NamedTuple):
     """A microbatch of rollouts. [B, S, O]: rows, rollouts of a row, tokens of a response.
+
+    Stacked microbatches have a first axis more, see `stack`.
 
     Attributes:
         tokens: int32 [B, T].
@@ -78,7 +85,8 @@ def pack(
 ) -> Packed:
     """Lay rollouts out as a microbatch.
 
-    The sizes S, O and of the kept sets are rounded up to powers of two, so that few shapes are ever compiled.
+    The sizes S, O and of the kept sets are rounded up to powers of two, so that few shapes are ever compiled, and are
+    the same on every process.
 
     Args:
         rollouts: Rollouts.
@@ -95,8 +103,8 @@ def pack(
             others none.
     """
     chosen = [rollouts[i] for row in rows for i in row]
-    shape = (n_rows, _round_up(max((len(row) for row in rows), default=1)))
-    width = _round_up(max([max_tokens, *(r.n_drawn for r in chosen)]))
+    shape = (n_rows, round_up(hosts.largest(max((len(row) for row in rows), default=1))))
+    width = round_up(hosts.largest(max([max_tokens, *(r.n_drawn for r in chosen)])))
     arrays: dict[str, Any] = {
         "tokens": np.zeros((n_rows, row_length), np.int32),
         "segment_ids": np.zeros((n_rows, row_length), np.int32),
@@ -147,7 +155,7 @@ def _pack_kept(
     rollouts: Sequence[Rollout], rows: Sequence[Sequence[int]], n_rows: int, row_length: int
 ) -> Kept | None:
     """List the kept sets of each row by the place that predicts the token."""
-    if all(rollouts[i].kept is None for row in rows for i in row):
+    if not hosts.largest(any(rollouts[i].kept is not None for row in rows for i in row)):
         return None
     places: list[list[np.ndarray]] = [[] for _ in range(n_rows)]
     tokens: list[list[np.ndarray]] = [[] for _ in range(n_rows)]
@@ -162,7 +170,7 @@ def _pack_kept(
                 places[b].append(np.repeat(predicts, sizes))
                 tokens[b].append(rollout.kept.tokens)
             first += len(rollout.tokens)
-    width = _round_up(max(sum(map(len, row)) for row in tokens))
+    width = round_up(hosts.largest(max(sum(map(len, row)) for row in tokens)))
     place: Any = np.full((n_rows, width), row_length, np.int32)
     token: Any = np.zeros((n_rows, width), np.int32)
     for b in range(n_rows):
@@ -183,7 +191,85 @@ def _check_members(rollout: Rollout, sizes: np.ndarray) -> None:
         )
 
 
-def _round_up(n: int) -> int:
+def stack(packed: Packed, n_microbatches: int) -> Packed:
+    """Cut rows into microbatches, along a new first axis.
+
+    Args:
+        packed: numpy arrays of all their rows.
+        n_microbatches: Divides the rows; those of a microbatch follow each other.
+
+    Returns:
+        The microbatches: tokens [M, B, T], experts [M, L, B, T, A], and so on.
+    """
+
+    def cut(x: np.ndarray) -> np.ndarray:
+        return x.reshape(n_microbatches, -1, *x.shape[1:])
+
+    experts: Any = packed.experts
+    if experts is not None:
+        experts = np.moveaxis(cut(np.moveaxis(experts, 1, 0)), 2, 1)
+    rest = jax.tree.map(cut, packed._replace(experts=None))
+    return rest._replace(experts=experts)
+
+
+def on_mesh(microbatches: Packed, n_rows: int) -> Packed:
+    """Put stacked microbatches on the context's mesh, rows and tokens where the model has them.
+
+    Args:
+        microbatches: numpy arrays, see `stack`. A process has every row of each microbatch, or those alone, in order,
+            that its own devices hold.
+        n_rows: Rows of a microbatch over all processes.
+
+    Returns:
+        Arrays of the whole; without a mesh those on one device.
+    """
+
+    def put(where: tuple[str | None, ...], x: Any) -> Any:
+        return place_by_axes(x, n_rows, *where)
+
+    return jax.tree.map(put, axes(microbatches), microbatches, is_leaf=lambda x: type(x) is tuple)
+
+
+def axes(microbatches: Packed) -> Packed:
+    """Return the logical axes of stacked microbatches, a tuple in place of each array."""
+    token: Any = (None, "batch", "sequence")
+    response: Any = (None, "batch", None, None)
+    kept: Any = (None, "batch", None)
+    experts: Any = (None, *token, None)
+    return Packed(
+        tokens=token,
+        segment_ids=token,
+        temperature=token,
+        kept=microbatches.kept and Kept(kept, kept),
+        experts=experts if microbatches.experts is not None else None,
+        place=response,
+        mask=response,
+        log_p=response,
+        rollout=kept,
+    )
+
+
+def place_by_axes(x: np.ndarray, n_rows: int, *logical: str | None) -> Array:
+    """Put one array on the context's mesh, see `on_mesh`.
+
+    Args:
+        x: The array, or this process's rows of it.
+        n_rows: Rows of the whole.
+        logical: Of its axes, "batch" once.
+
+    Returns:
+        The array.
+    """
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return jnp.asarray(x)
+    rows = logical.index("batch")
+    shape = (*x.shape[:rows], n_rows, *x.shape[rows + 1 :])
+    where = P(*logical[:rows], *sharding.fitted(shape[rows:], *logical[rows:]))
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, where), x, shape)
+
+
+def round_up(n: int) -> int:
     """Return the next power of two."""
     return 1 << (n - 1).bit_length()
 

@@ -1,9 +1,8 @@
 """Draw, score, learn: the steps of a GRPO run on one mesh, with the sampler beside the learner."""
 
 import collections
-import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -21,9 +20,8 @@ from dsv32_jax.parameters import Parameters
 from train.optimizer import rates_at
 from train.rl import groups as grouping
 from train.rl import learner, packing, policy, rollout
-from train.rl.groups import Group, Lessons
-from train.rl.learner import Sums, Targets
-from train.rl.packing import Packed
+from train.rl.groups import Group
+from train.rl.learner import Sums, Targets, Work
 from train.rl.rewards import Scored, summarise
 from train.rl.rollout import Rollout
 from train.rl.settings import LearnerConfig, RolloutConfig
@@ -273,8 +271,7 @@ class Learner:
         self._settings, self._kl_strength, self._max_tokens = settings, kl_strength, max_tokens
         how = {"replay": settings.keep_routing, "kept": settings.keep_sampling_mask}
         self._score = policy.make_score(cfg, **how)
-        self._gradients = learner.make_gradients(cfg, settings.objective, **how)
-        self._update = learner.make_update(settings.optimizer.adam)
+        self._step = learner.make_step(cfg, settings.objective, settings.optimizer.adam, **how)
 
     @property
     def uses_reference(self) -> bool:
@@ -303,20 +300,13 @@ class Learner:
         rates = rates_at(self._settings.optimizer, step)
         # All are scored before the first update: the ratio's denominator must not move within the step.
         parts = [
-            [
-                (packed, self._targets(state.parameters, reference, packed, lessons))
-                for packed, lessons in self._pack(part)
-            ]
+            self._work(state.parameters, part)
             for part in grouping.split_minibatches(groups, self._settings.minibatches)
         ]
         total: Sums | None = None
         norms: list[float] = []
-        for part in parts:
-            grads, sums = functools.reduce(
-                lambda a, b: jax.tree.map(jnp.add, a, b),
-                (self._gradients(state.parameters, *one) for one in part),
-            )
-            state, norm = self._update(state, grads, rates)
+        for work in parts:
+            state, sums, norm = self._step(state, reference, work, rates)
             norms.append(float(norm))
             if not np.isfinite(norms[-1]):
                 raise WorkFailedError(
@@ -333,36 +323,37 @@ class Learner:
             / max(seconds, 1e-9),
         }
 
-    def _pack(self, groups: Sequence[Group]) -> Iterator[tuple[Packed, Lessons]]:
-        """Lay a minibatch out as microbatches."""
+    def _work(self, params: Parameters, groups: Sequence[Group]) -> Work:
+        """Lay a minibatch out as stacked microbatches on the mesh."""
         cfg = self._settings
         lessons = grouping.make_lessons(
             groups, cfg.objective, self._kl_strength, max_tokens=self._max_tokens
         )
         rows = packing.plan_rows([len(r.tokens) for r in lessons.rollouts], cfg.row_length)
-        for first in range(0, len(rows), cfg.rows):
-            part = rows[first : first + cfg.rows]
-            packed = packing.pack(
-                lessons.rollouts,
-                part,
-                n_rows=cfg.rows,
-                row_length=cfg.row_length,
-                max_tokens=self._max_tokens,
-            )
-            yield packed, lessons
-
-    def _targets(
-        self, params: Parameters, reference: Parameters | None, packed: Packed, lessons: Lessons
-    ) -> Targets:
-        log_p_old = jnp.asarray(packed.log_p)
-        if self._settings.ratio_against == "learner":
-            log_p_old = self._score(params, packed).log_p
+        n_microbatches = -(-len(rows) // cfg.rows)
+        stacked = packing.round_up(n_microbatches)
+        packed = packing.pack(
+            lessons.rollouts,
+            rows,
+            n_rows=cfg.rows * stacked,
+            row_length=cfg.row_length,
+            max_tokens=self._max_tokens,
+        )
+        packed = packing.stack(packed, stacked)
         advantages, weight, strength = (
-            jnp.asarray(learner.place_by_rollout(values, packed))
+            packing.place_by_axes(
+                learner.place_by_rollout(values, packed), cfg.rows, None, "batch", None
+            )
             for values in (lessons.advantages, lessons.weight, lessons.kl_strength)
         )
-        log_p_ref = None if reference is None else self._score(reference, packed).log_p
-        return Targets(log_p_old, log_p_ref, advantages, weight, strength)
+        packed = packing.on_mesh(packed, cfg.rows)
+        log_p_old = packed.log_p
+        if cfg.ratio_against == "learner":
+            used = (jax.tree.map(lambda x, i=i: x[i], packed) for i in range(n_microbatches))
+            found = [self._score(params, micro).log_p for micro in used]
+            log_p_old = jnp.stack(found + found[:1] * (stacked - n_microbatches))
+        targets = Targets(log_p_old, None, advantages, weight, strength)
+        return Work(packed, targets, np.int32(n_microbatches))
 
 
 def _figures(sums: Sums, n_updates: int) -> dict[str, float]:

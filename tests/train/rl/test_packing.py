@@ -96,3 +96,27 @@ def test_experts_lie_with_their_tokens_and_padding_has_none():
 def test_experts_of_some_rollouts_only_are_refused():
     with pytest.raises(ValueError, match="some rollouts have experts and others none"):
         packing.pack([make(1, 1), make(1, 1, experts=True)], [[0, 1]], n_rows=1, row_length=6)
+
+
+def test_stacked_microbatches_are_the_microbatches_of_their_rows():
+    rollouts = [make(2, 3, kept=True, experts=True, start=10 * i) for i in range(4)]
+    rows = [[0], [1], [2, 3]]
+
+    stacked = packing.stack(packing.pack(rollouts, rows, n_rows=4, row_length=12), 2)
+
+    for m, part in enumerate(([[0], [1]], [[2, 3]])):
+        alone = packing.pack(rollouts, part, n_rows=2, row_length=12)
+        for name in ("tokens", "segment_ids", "temperature", "experts"):
+            np.testing.assert_array_equal(getattr(stacked, name)[m], getattr(alone, name), name)
+        n = alone.mask.shape[1]  # the other microbatch has more rollouts in a row
+        np.testing.assert_array_equal(stacked.mask[m][:, :n], alone.mask)
+        np.testing.assert_array_equal(stacked.rollout[m][:, :n], alone.rollout)
+        assert not stacked.mask[m][:, n:].any()
+        for b in range(2):
+            places = alone.kept.place[b] < 12
+            np.testing.assert_array_equal(
+                stacked.kept.token[m, b][stacked.kept.place[m, b] < 12], alone.kept.token[b][places]
+            )
+    assert (
+        packing.stack(packing.pack([make(1, 2)], [[0]], n_rows=1, row_length=4), 1).experts is None
+    )
