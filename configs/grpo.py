@@ -56,9 +56,7 @@ def get_config() -> GrpoConfig:
             dense=StageConfig(
                 steps=DENSE_STEPS,
                 optimizer=OptimizerConfig(
-                    main=Schedule(
-                        peak=3e-3, warmup_steps=50, decay_steps=350, final=3e-4
-                    )
+                    main=Schedule(peak=3e-3, warmup_steps=50, decay_steps=350, final=3e-4)
                 ),
             ),
             warmup=StageConfig(

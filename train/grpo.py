@@ -9,7 +9,7 @@ from functools import partial
 import jax
 from jax.sharding import Mesh
 
-from dsv32_jax import command_line, json_files, progress_line
+from dsv32_jax import command_line, joining, json_files, progress_line
 from dsv32_jax.convert import storage
 from dsv32_jax.convert.storage import Location
 from dsv32_jax.errors import UsageError
@@ -63,7 +63,7 @@ def main(cfg: GrpoConfig, workdir: Location) -> int:
     """
     began = time.monotonic()
     if cfg.distributed:
-        hosts.join()
+        joining.join()
     if _is_finished(cfg, workdir):
         logger.info("this run is finished")
         _show_report(workdir)

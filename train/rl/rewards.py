@@ -8,18 +8,21 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from dsv32_jax.config import require
 from dsv32_jax.errors import UsageError, WorkFailedError
+from train.agents import isolation
+from train.agents.process import SandboxError
 from train.rl import answer, fence, language, verifiers
+from train.rl.code import CodeConfig, CodeJudge
 from train.rl.judge import Judge, JudgeConfig, JudgeError
 from train.rl.pool import Pool, WorkerError
 from train.rl.tasks import Task
 
 Component = Literal["correct", "format", "length", "language", "judge", "custom"]
-Fault = Literal["hung", "killed", "raised", "not_a_number", "unjudged", "cut"]
-FAULTS: tuple[Fault, ...] = ("hung", "killed", "raised", "not_a_number", "unjudged", "cut")
+Fault = Literal["hung", "killed", "raised", "not_a_number", "unjudged", "sandbox", "cut"]
+FAULTS: tuple[Fault, ...] = get_args(Fault)
 ANY_DOMAIN = "*"
 LEDGER_FILE = "judge.sqlite"
 EQUAL = 1e-6  # rewards of a group within this are all equal: it teaches nothing
@@ -119,6 +122,7 @@ class RewardConfig:
             reward, so that it is not trained on.
         custom: A function of one's own, `FILE.py:NAME`, called with (task, text, tokens) and returning a number.
         judge: The generative reward model; None for none.
+        code: How programs are run that tasks test.
         workers: Processes that rules and the function of one's own run in.
         timeout_s: Seconds that these may take for one response.
         memory_mib: That these may take.
@@ -131,6 +135,7 @@ class RewardConfig:
     cut: Literal["fail", "drop"] = "fail"
     custom: str | None = None
     judge: JudgeConfig | None = None
+    code: CodeConfig = CodeConfig()
     workers: int = 2
     timeout_s: float = 30.0
     memory_mib: int = 2048
@@ -214,9 +219,12 @@ def require_scorable(cfg: RewardConfig, tasks: Iterable[Task]) -> None:
         tasks: The tasks.
 
     Raises:
-        UsageError: If one has no verifier where correctness counts, no rubric where the judge does, or no weights.
+        UsageError: If one has no verifier where correctness counts, no rubric where the judge does, or no weights; if
+            one tests programs and there is no isolation here to run them in.
     """
     for task in tasks:
+        if task.verifier == "code":
+            isolation.require_isolation(unsafe_local=cfg.code.unsafe_local)
         weights = cfg.weights_of(task.domain)
         if weights.correct and task.verifier is None:
             raise UsageError(
@@ -229,7 +237,7 @@ def require_scorable(cfg: RewardConfig, tasks: Iterable[Task]) -> None:
 def measure(
     cfg: RewardConfig, task: Task, response: Response
 ) -> tuple[dict[str, float], str | None]:
-    """Compute every component but the judge's; for a worker process, as it may hang or die.
+    """Compute what needs neither the judge nor a sandbox; for a worker process, as it may hang or die.
 
     Args:
         cfg: How responses are rewarded.
@@ -241,7 +249,7 @@ def measure(
     """
     read = answer.read(response.text, cfg.style, cut=response.cut)
     found = {"format": float(read.well_formed)}
-    if task.verifier is not None:
+    if task.verifier in verifiers.VERIFIERS:
         with fence.closed():
             found["correct"] = float(verifiers.verify(read.final, task))
     target = task.language or language.detect(task.question)
@@ -322,8 +330,10 @@ class Rewarder:
             prepare=partial(prepare_worker, cfg.custom),
             preload=(__name__, "math_verify", "reasoning_gym"),
         )
+        self._code = CodeJudge(cfg.code, should_stop=self._is_over)
         judged_at_once = cfg.judge.concurrency if cfg.judge is not None else 0
-        self._threads = ThreadPoolExecutor(cfg.workers + judged_at_once, "reward")
+        n_threads = cfg.workers + judged_at_once + cfg.code.sandboxes
+        self._threads = ThreadPoolExecutor(n_threads, "reward")
 
     def __enter__(self) -> "Rewarder":
         """Return the rewarder."""
@@ -391,6 +401,11 @@ class Rewarder:
             components, final = self._pool.call(measure, self._cfg, task, response)
         except WorkerError as error:
             return Scored(None, {}, error.fault, f"{task.name}: {error}")
+        if task.verifier == "code":
+            try:
+                components["correct"] = 0.0 if final is None else self._code.judge(final, task)
+            except SandboxError as error:
+                return Scored(None, components, "sandbox", f"{task.name}: {error}")
         if self._judge is not None and weights.judge:
             try:
                 components["judge"] = 0.0 if final is None else self._judge.score(task, final)

@@ -8,9 +8,10 @@ from typing import Any, Literal, get_args
 
 from dsv32_jax.config import require
 from dsv32_jax.errors import UsageError
+from train.rl.code_tests import read_tests
 from train.rl.language import SCRIPTS
 
-Verifier = Literal["exact", "numeric", "math", "reasoning_gym"]
+Verifier = Literal["exact", "numeric", "math", "reasoning_gym", "code"]
 TYPE_NAMES = {dict: "an object", str: "text"}
 
 
@@ -24,7 +25,7 @@ class Task:
         question: What the policy is asked.
         verifier: The rule that judges a final answer; None leaves that to other rewards.
         answer: The reference, where the verifier needs one.
-        data: What the verifier needs beside it, see `verifiers`.
+        data: What the verifier needs beside it, see `verifiers`; of programs, `code_tests`.
         rubric: What a judge goes by; "" where it has nothing to go by.
         language: That answers should be in, as `language.SCRIPTS` names them; None takes the question's.
     """
@@ -89,6 +90,8 @@ def _task(defaults: Mapping[str, str], line: Any) -> Task:
         require(need <= set(task.data), "verifier='reasoning_gym' needs data.family and data.entry")
         pairs = tuple(dict(task.data.get("settings", {})).items())
         return dataclasses.replace(task, data={**task.data, "settings": pairs})
+    elif verifier == "code":
+        read_tests(task.data)
     else:
         require(bool(task.answer.strip()), f"verifier={verifier!r} needs an answer to compare with")
     return task

@@ -1,7 +1,8 @@
 """Rules that judge a final answer: the answer and its task in, a number in [0, 1] out; 0 for whatever can not be read.
 
 They are pure but for time and memory: an answer can ask a parser for more than there is of either, so they run in
-`pool`, which ends them. A reference that can not be read raises, as no answer can then be right.
+`pool`, which ends them. A reference that can not be read raises, as no answer can then be right. Programs are judged in
+a sandbox instead, see `code`.
 """
 
 import functools
@@ -170,8 +171,8 @@ def verify(answer: str | None, task: Task) -> float:
         Between 0 and 1; NaN or anything else that a rule returns is passed on, for the caller to refuse.
 
     Raises:
-        ValueError: If the task's reference can not be read.
+        ValueError: If the task's reference can not be read, or no rule here judges it.
     """
-    if task.verifier is None:
-        raise ValueError(f"task {task.name} has no verifier")
+    if task.verifier is None or task.verifier not in VERIFIERS:
+        raise ValueError(f"task {task.name} has no rule: verifier={task.verifier!r}")
     return 0.0 if answer is None else VERIFIERS[task.verifier](answer, task)

@@ -9,7 +9,10 @@ from dataclasses import replace
 import pytest
 
 from dsv32_jax.errors import UsageError, WorkFailedError
+from train.agents import isolation, runs
+from train.agents.process import SandboxError
 from train.rl import rewards
+from train.rl.code import CodeConfig
 from train.rl.judge import JudgeConfig, JudgeError
 from train.rl.problems import Family, draw_problem
 from train.rl.rewards import LengthConfig, Response, RewardConfig, Rewarder, Scored, Weights
@@ -279,6 +282,45 @@ def test_tasks_that_can_not_be_rewarded_are_refused(weights, task, message):
     cfg = RewardConfig(weights=(weights,), judge=JUDGE if weights.judge else None)
     with pytest.raises(UsageError, match=message):
         rewards.require_scorable(cfg, [task])
+
+
+CODE = replace(SUM, verifier="code", answer="", data={"tests": [{"stdin": "2", "stdout": "4"}]})
+
+
+def test_programs_are_judged_in_the_sandbox(rewarder):
+    if (problem := isolation.find_problem()) is not None:
+        pytest.skip(f"no sandbox: {problem}")
+    programs = ["print(2 * int(input()))", "print(5)", "import subprocess; print(4)"]
+    responses = [Response(f"<answer>{program}</answer>", 10, False) for program in programs]
+    responses.append(Response("no answer", 10, False))
+
+    scored = rewarder.score([CODE] * 4, responses)
+
+    assert [one.components["correct"] for one in scored] == [1, 0, 1, 0]
+    assert [one.fault for one in scored] == [None] * 4
+
+
+def test_a_sandbox_that_fails_is_a_fault_and_no_zero(rewarder, monkeypatch):
+    def fail(*_, **__):
+        raise SandboxError("no room")
+
+    monkeypatch.setattr(runs, "run", fail)
+    right = Response("<answer>print(2 * int(input()))</answer>", 10, False)
+
+    scored = rewarder.score([CODE, SUM, SUM], [right, RIGHT, RIGHT])
+
+    assert (scored[0].total, scored[0].fault) == (None, "sandbox")
+    assert scored[0].message == "sum: no room"
+    assert scored[1].total is not None
+
+
+def test_programs_need_isolation_before_the_run(monkeypatch):
+    monkeypatch.setattr(isolation, "find_problem", lambda: "bwrap not found")
+
+    with pytest.raises(UsageError, match=r"can not be isolated here: bwrap not found\."):
+        rewards.require_scorable(RewardConfig(), [SUM, CODE])
+    rewards.require_scorable(RewardConfig(), [SUM])
+    rewards.require_scorable(RewardConfig(code=CodeConfig(unsafe_local=True)), [CODE])
 
 
 @pytest.mark.parametrize(

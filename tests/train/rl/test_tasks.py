@@ -47,6 +47,7 @@ def test_a_problem_of_reasoning_gym_keeps_its_data(write):
         ({**GOOD, "verifier": "oracle"}, "verifier='oracle' must be one of"),
         ({**GOOD, "language": "english"}, "language='english' must be one of"),
         ({"question": "q"}, "neither a verifier nor a rubric"),
+        ({"question": "q", "verifier": "code"}, "line 2: verifier='code' needs data.tests"),
         ({"question": "q", "verifier": "reasoning_gym"}, "needs data.family and data.entry"),
     ],
 )

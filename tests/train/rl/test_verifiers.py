@@ -199,3 +199,9 @@ def test_a_long_formula_is_not_parsed(monkeypatch):
 def test_a_number_beyond_floats_is_wrong(answer):
     assert score("numeric", "7.25 cm", answer) == 0
     assert score("numeric", "7.25", answer) == 0
+
+
+@pytest.mark.parametrize("verifier", [None, "code"])
+def test_a_task_that_no_rule_judges_is_refused(verifier):
+    with pytest.raises(ValueError, match="task t has no rule"):
+        verifiers.verify("4", task(verifier, "4"))

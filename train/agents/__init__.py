@@ -1,0 +1,1 @@
+"""Agents: the sandbox in which code of a model runs."""
