@@ -1,3 +1,4 @@
+import fcntl
 import itertools
 import json
 import math
@@ -124,13 +125,22 @@ def one_layer_parameters(one_layer: ModelConfig, mesh: jax.sharding.Mesh) -> Par
 
 
 @pytest.fixture(scope="session")
-def corpus_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write documents shorter and longer than a row."""
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that is the same for all workers of pytest-xdist."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def corpus_path(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write documents shorter and longer than a row; a run's config names this file, so it is one for all workers."""
     rng = np.random.default_rng(0)
     path = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
     texts = ("".join(rng.choice(list("abcd "), size=n)) for n in rng.integers(3, 40, size=80))
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+    if not (shared := shared_folder / path.name).exists():
+        path.replace(shared)
+    return shared
 
 
 @pytest.fixture(scope="session")
@@ -161,13 +171,16 @@ def run_with_evidence(tiny_run: RunConfig) -> RunConfig:
 
 
 @pytest.fixture(scope="session")
-def whole_run(run_with_evidence: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a finished run with evidence."""
+def whole_run(run_with_evidence: RunConfig, shared_folder: Path) -> Path:
+    """Return the folder of a finished run with evidence, which all workers of pytest-xdist read."""
     from train import pretrain
 
-    workdir = tmp_path_factory.mktemp("whole") / "run"
-    workdir.mkdir()
-    assert pretrain.main(run_with_evidence, workdir) == 0
+    workdir = shared_folder / "whole_run"
+    with (shared_folder / "whole_run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (workdir / pretrain.SUMMARY_FILE).is_file():
+            workdir.mkdir(exist_ok=True)
+            assert pretrain.main(run_with_evidence, workdir) == 0
     return workdir
 
 

@@ -118,7 +118,9 @@ def test_four_processes_train_as_one_and_two_go_on(start, tmp_path, losses_of, e
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 42), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+    ("number", "status"),
+    [(signal.SIGTERM, 42), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+    ids=["SIGTERM", "SIGINT"],
 )
 def test_a_signal_to_one_process_stops_all_of_them_at_one_step(
     start, tmp_path, losses_of, number, status
