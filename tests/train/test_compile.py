@@ -200,6 +200,7 @@ def test_a_mesh_that_does_not_divide_what_a_step_cuts_is_refused(
 
 
 HANGS = """
+import signal
 import sys
 import time
 from pathlib import Path
@@ -212,6 +213,7 @@ def hang(*arguments):
     time.sleep(60)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where pytest runs behind a shell
     pod_compile._compile_and_send = hang
     target = topology.parse("v5p:2x2x1")
     with command_line.Boundary() as boundary:
