@@ -20,6 +20,7 @@ from pallas_kernels.indexer_kl import pallas_tpu_score_gradients as score_gradie
 from pallas_kernels.indexer_kl import pallas_tpu_target as target
 from pallas_kernels.indexer_scores import pallas_tpu as scores
 from pallas_kernels.paged_indexer import pallas_tpu as paged_indexer
+from pallas_kernels.paged_mla import layout
 from pallas_kernels.paged_mla import pallas_tpu as paged
 from pallas_kernels.sparse_mla import pallas_tpu as sparse
 from pallas_kernels.sparse_mla import pallas_tpu_backward as sparse_backward
@@ -242,20 +243,17 @@ def cases(n: int) -> Iterator[Case]:
         causal=False,
         copied_rows=PAGE,
     )
-    cache = shape(DECODING * n, 512), shape(DECODING * n, 64)
-    yield Case(
-        name=f"paged_mla, {DECODING} queries",
-        run=lambda q, latent, rope, rows: paged.paged_mla(q, latent, rope, None, rows, SCALE),
-        shapes=(shape(DECODING, HEADS, 576), *cache, i32(DECODING, SLOTS)),
-        kernels=("paged_mla",),
-        xla_bytes=2
-        * 3
-        * 2
-        * DECODING
-        * SLOTS
-        * 640,  # bf16 rows, read and written by gather, join and padding
-        causal=False,
-    )
+    for name, quantised in (("paged_mla", False), ("paged_mla FP8", True)):
+        row = layout.Format(512, 64, "bfloat16", quantised)
+        cache = layout.Records(i32(DECODING * n * row.lines, LANES), row)
+        yield Case(
+            name=f"{name}, {DECODING} queries",
+            run=functools.partial(paged.paged_mla, scale=SCALE),
+            shapes=(shape(DECODING, HEADS, 576), cache, i32(DECODING, SLOTS)),
+            kernels=("paged_mla",),
+            causal=False,
+            copied_rows=row.lines,
+        )
 
 
 def counts_of(case: Case) -> Counts:
