@@ -27,6 +27,7 @@ from kernel_cases import (
 
 import pallas_kernels
 from pallas_kernels.fp8 import op as fp8
+from pallas_kernels.paged_mla.layout import Parts
 
 
 def indexer_scores_cases() -> Iterator[Case]:
@@ -126,7 +127,7 @@ def decoding_cases() -> Iterator[Case]:
     def attend(q: jax.Array, latent: jax.Array, rope: jax.Array, *rest: Any) -> Any:
         rows, scales = rest
         options = {"scale": (LATENT + ROPE) ** -0.5, "implementation": "gluon_gpu"}
-        return pallas_kernels.paged_mla(q, latent, rope, rows, latent_scale_NG=scales, **options)
+        return pallas_kernels.paged_mla(q, Parts(latent, rope, scales), rows, **options)
 
     def selection(eight: bool) -> Arrays:
         (q,) = normal(13, (batch, 1, INDEX_HEADS, INDEX_DIM))

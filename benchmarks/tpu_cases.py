@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from tpu_counts import LANES
 
 from pallas_kernels.dense_mla import pallas_tpu as dense
 from pallas_kernels.grouped_matmul import pallas_tpu as grouped
@@ -15,6 +16,7 @@ from pallas_kernels.indexer_kl import pallas_tpu_score_gradients as score_gradie
 from pallas_kernels.indexer_kl import pallas_tpu_target as target
 from pallas_kernels.indexer_scores import pallas_tpu as scores
 from pallas_kernels.paged_indexer import pallas_tpu as paged_indexer
+from pallas_kernels.paged_mla import layout
 from pallas_kernels.paged_mla import pallas_tpu as paged_mla
 from pallas_kernels.sparse_mla import pallas_tpu as sparse
 from pallas_kernels.sparse_mla import pallas_tpu_backward as sparse_backward
@@ -224,9 +226,6 @@ def paged(n: int) -> Iterator[Case]:
     def select(q: Any, keys: Any, w: Any, table: Any, end: Any) -> Any:
         return paged_indexer.paged_indexer_topk(q, keys, w, table, k=SLOTS, page_size=PAGE, end=end)
 
-    def attend(q: Any, latent: Any, rope: Any, rows: Any) -> Any:
-        return paged_mla.paged_mla(q, latent, rope, None, rows, SCALE)
-
     cached, one = DECODING * n, (DECODING, 1)
     yield Case(
         name=f"paged_indexer_topk, {DECODING} queries",
@@ -242,21 +241,17 @@ def paged(n: int) -> Iterator[Case]:
         causal=False,
         copied_rows=PAGE,
     )
-    row_bytes = 2 * 640  # bfloat16, in whole tiles
-    yield Case(
-        name=f"paged_mla, {DECODING} queries",
-        run=attend,
-        shapes=(
-            shape(DECODING, HEADS, 576),
-            shape(cached, 512),
-            shape(cached, 64),
-            i32(DECODING, SLOTS),
-        ),
-        kernels=("paged_mla",),
-        xla_bytes=2
-        * 3
-        * DECODING
-        * SLOTS
-        * row_bytes,  # read and written by gather, join and padding
-        causal=False,
-    )
+    for name, quantised in (("paged_mla", False), ("paged_mla FP8", True)):
+        row = layout.Format(512, 64, "bfloat16", quantised)
+        yield Case(
+            name=f"{name}, {DECODING} queries",
+            run=functools.partial(paged_mla.paged_mla, scale=SCALE),
+            shapes=(
+                shape(DECODING, HEADS, 576),
+                layout.Records(i32(cached * row.lines, LANES), row),
+                i32(DECODING, SLOTS),
+            ),
+            kernels=("paged_mla",),
+            causal=False,
+            copied_rows=row.lines,
+        )

@@ -6,8 +6,9 @@ of which has arrays of its own. A page may belong to several sequences that begi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -15,10 +16,14 @@ from jaxtyping import Array, Float, Int, Integer
 
 from dsv32_jax import sharding
 from dsv32_jax.config import ModelConfig, require
+from pallas_kernels import dispatch
 from pallas_kernels.fp8 import op as fp8
 from pallas_kernels.paged_indexer import reference as pages
+from pallas_kernels.paged_mla import layout
+from pallas_kernels.paged_mla.layout import Parts, Records
 
 CacheDtype = Literal["model", "fp8"]
+CacheLayout = Literal["auto", "parts", "records"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,37 +35,46 @@ class CacheConfig:
         page_size: Tokens of a page.
         dtype: "model" keeps rows in the model's dtype; "fp8" keeps the latent and the index key in e4m3 with
             power-of-two scales and the rope key in bfloat16: with the official widths records of 656 and 132 bytes.
+        layout: How latents and rope keys lie: "parts" as the kernels for GPUs read them, "records" as those for TPUs
+            do; "auto" is records on a TPU whose mesh does not cut the cache, else parts.
         keep_experts: Also keep the experts each token was sent to.
     """
 
     n_pages: int = 512
     page_size: int = 64
     dtype: CacheDtype = "model"
+    layout: CacheLayout = "auto"
     keep_experts: bool = False
 
     def __post_init__(self) -> None:
         """Check the sizes."""
         require(self.n_pages >= 1, f"n_pages={self.n_pages} must be at least 1")
         require(self.page_size >= 1, f"page_size={self.page_size} must be at least 1")
+        layouts = get_args(CacheLayout)
+        require(
+            self.layout in layouts, f"layout={self.layout!r} must be one of {', '.join(layouts)}"
+        )
+
+    def in_records(self) -> bool:
+        """Whether latents and rope keys lie in records."""
+        if self.layout == "auto":
+            return dispatch.platform() == "tpu" and not is_cut()
+        return self.layout == "records"
 
 
 class LayerCache(NamedTuple):
     """One layer's rows, N = n_pages * page_size of them.
 
     Attributes:
-        latent: [N, C] normed latents; in "fp8" float8_e4m3fn.
-        rope: [N, R] rotated rope keys.
+        attended: Normed latents and rotated rope keys; in "fp8" the latents are quantised.
         index: [N, X] index keys; in "fp8" float8_e4m3fn.
-        latent_scale: float32 [N, C / 128], or None.
         index_scale: float32 [N, X / 128], or None.
         experts: [N, A] chosen experts, in the smallest unsigned type, or None.
     """
 
-    latent: Float[Array, "N C"]
-    rope: Float[Array, "N R"]
+    attended: Parts | Records
     index: Float[Array, "N X"]  # type: ignore[assignment]  # shadows tuple.index, which nobody calls
-    latent_scale: Float[Array, "N G"] | None
-    index_scale: Float[Array, "N G2"] | None
+    index_scale: Float[Array, "N G"] | None
     experts: Int[Array, "N A"] | None
 
 
@@ -103,25 +117,27 @@ def make_layer(cfg: ModelConfig, cache: CacheConfig, *, moe: bool) -> LayerCache
     n, quantised = cache.n_pages * cache.page_size, cache.dtype == "fp8"
 
     def zeros(width: int, dtype: DTypeLike) -> Array:
-        return sharding.constrain(jnp.zeros((n, width), dtype), "cache", None)
+        return jnp.zeros((n, width), dtype)
 
-    def part(width: int) -> tuple[Array, Array | None]:
-        if not quantised:
-            return zeros(width, cfg.dtype), None
-        return zeros(width, jnp.float8_e4m3fn), zeros(_n_scales(width), jnp.float32)
-
-    latent, latent_scale = part(cfg.mla.kv_lora_rank)
-    index, index_scale = part(cfg.indexer.head_dim)
-    rope = zeros(cfg.mla.rope_dim, "bfloat16" if quantised else cfg.dtype)
+    dtype = "bfloat16" if quantised else cfg.dtype
+    row = layout.Format(cfg.mla.kv_lora_rank, cfg.mla.rope_dim, dtype, quantised)
+    empty = layout.empty_records if cache.in_records() else layout.empty_parts
+    width = cfg.indexer.head_dim
+    index = zeros(width, "float8_e4m3fn" if quantised else cfg.dtype)
+    index_scale = zeros(max(width // fp8.FP8_BLOCK, 1), "float32") if quantised else None
     experts = None
     if moe and cache.keep_experts:
-        kind = jnp.uint8 if cfg.moe.n_experts <= 256 else jnp.uint16
-        experts = zeros(cfg.moe.n_active, kind)
-    return LayerCache(latent, rope, index, latent_scale, index_scale, experts)
+        experts = zeros(cfg.moe.n_active, "uint8" if cfg.moe.n_experts <= 256 else "uint16")
+    layer = LayerCache(empty(n, row), index, index_scale, experts)
+    return jax.tree.map(lambda x: sharding.constrain(x, "cache", None), layer)
 
 
-def _n_scales(width: int) -> int:
-    return max(width // fp8.FP8_BLOCK, 1)
+def is_cut() -> bool:
+    """Whether a sequence's pages may lie on another device: then XLA partitions the definitions' gathers.
+
+    A kernel would have to be given the whole cache on every device.
+    """
+    return sharding.axis_size(*sharding.BATCH_AXES) > 1
 
 
 def make_cache(cfg: ModelConfig, cache: CacheConfig, *, mtp: bool) -> tuple[LayerCache, ...]:
@@ -159,21 +175,18 @@ def write(
         The layer with the rows replaced.
     """
 
-    def put(array: Array, values: Array) -> Array:
-        return _put(array, rows_BT, values)
+    def flat(values: Array) -> Array:
+        return values.reshape(-1, values.shape[-1])
 
-    layer = layer._replace(rope=put(layer.rope, rope_BTR))
-    if layer.latent_scale is None or layer.index_scale is None:
-        return layer._replace(
-            latent=put(layer.latent, latent_BTC), index=put(layer.index, index_BTX)
-        )
-    latent, latent_scale = fp8.quantize(latent_BTC)
-    index, index_scale = fp8.quantize(index_BTX)
+    rows_N = rows_BT.reshape(-1)
+    index, index_scale = flat(index_BTX), layer.index_scale
+    if index_scale is not None:
+        index, scale = fp8.quantize(index)
+        index_scale = layout.put(index_scale, rows_N, scale)
     return layer._replace(
-        latent=put(layer.latent, latent),
-        latent_scale=put(layer.latent_scale, latent_scale),
-        index=put(layer.index, index),
-        index_scale=put(layer.index_scale, index_scale),
+        attended=layout.write(layer.attended, rows_N, flat(latent_BTC), flat(rope_BTR)),
+        index=layout.put(layer.index, rows_N, index),
+        index_scale=index_scale,
     )
 
 
@@ -192,14 +205,8 @@ def write_experts(
     """
     if layer.experts is None:
         return layer
-    return layer._replace(experts=_put(layer.experts, rows_BT, experts_BTA))
-
-
-def _put(array: Array, rows_BT: Array, values: Array) -> Array:
-    # A negative row would count from the end, so padding goes past it, where writes are dropped.
-    rows_N = jnp.where(rows_BT < 0, array.shape[0], rows_BT).reshape(-1)
-    flat = values.reshape(rows_N.shape[0], -1).astype(array.dtype)
-    return array.at[rows_N].set(flat, mode="drop")
+    experts_NA = experts_BTA.reshape(-1, experts_BTA.shape[-1])
+    return layer._replace(experts=layout.put(layer.experts, rows_BT.reshape(-1), experts_NA))
 
 
 def read_experts(
@@ -240,8 +247,11 @@ def read_latents(
     Returns:
         (latents, rope keys), S = P * page_size.
     """
-    latent = _read(layer.latent, layer.latent_scale, view)
-    return latent.astype(dtype), _read(layer.rope, None, view).astype(dtype)
+    rows_BS = pages.page_rows(view.table, view.page_size)
+    place = jnp.arange(rows_BS.shape[1], dtype=jnp.int32)
+    inside_BS = place < jnp.max(view.end, axis=1, keepdims=True)
+    latent, rope = layout.read(layer.attended, jnp.where(inside_BS, rows_BS, -1))
+    return latent.astype(dtype), rope.astype(dtype)
 
 
 def read_index_keys(layer: LayerCache, view: View, dtype: DTypeLike) -> Float[Array, "B S X"]:
@@ -255,12 +265,9 @@ def read_index_keys(layer: LayerCache, view: View, dtype: DTypeLike) -> Float[Ar
     Returns:
         Index keys, S = P * page_size.
     """
-    return _read(layer.index, layer.index_scale, view).astype(dtype)
-
-
-def _read(array: Array, scale: Array | None, view: View) -> Array:
     last_B = jnp.max(view.end, axis=1)
-    values = pages.read_pages(array, view.table, view.page_size, last_B)
-    if scale is None:
-        return values
-    return fp8.dequantize(values, pages.read_pages(scale, view.table, view.page_size, last_B))
+    keys = pages.read_pages(layer.index, view.table, view.page_size, last_B)
+    if layer.index_scale is not None:
+        scale = pages.read_pages(layer.index_scale, view.table, view.page_size, last_B)
+        keys = fp8.dequantize(keys, scale)
+    return keys.astype(dtype)

@@ -199,30 +199,20 @@ def attend_cached(
     scale: float,
     implementation: str | None,
 ) -> Float[Array, "B T H C"]:
-    """Run `paged_mla` on every device's heads; see `_batch_is_sharded`."""
+    """Run `paged_mla` on every device's heads; see `cache.is_cut`."""
 
-    def local(q: Array, rows: Array, *layer_arrays: Array) -> Array:
-        latent, rope, *latent_scale = layer_arrays
+    def local(q: Array, rows: Array, attended: cache.Parts | cache.Records) -> Array:
         out, _ = pallas_kernels.paged_mla(
-            q,
-            latent,
-            rope,
-            rows,
-            scale=scale,
-            latent_scale_NG=latent_scale[0] if latent_scale else None,
-            implementation=implementation,
+            q, attended, rows, scale=scale, implementation=implementation
         )
         return out
 
-    arrays = (layer.latent, layer.rope) + (
-        () if layer.latent_scale is None else (layer.latent_scale,)
-    )
-    if _batch_is_sharded():
+    if cache.is_cut():
         implementation = "reference"
-        return local(q, rows, *arrays)
+        return local(q, rows, layer.attended)
     heads = spec(None, None, "heads")
-    in_specs = (heads, REPLICATED) + (REPLICATED,) * len(arrays)
-    return sharding.shard_map(local, in_specs, heads)(q, rows, *arrays)
+    in_specs = (heads, REPLICATED, REPLICATED)
+    return sharding.shard_map(local, in_specs, heads)(q, rows, layer.attended)
 
 
 def select_cached(
@@ -232,7 +222,7 @@ def select_cached(
     topk: int,
     implementation: str | None,
 ) -> Int[Array, "B T K"]:
-    """Run `paged_indexer_topk` on every device alike; see `_batch_is_sharded`."""
+    """Run `paged_indexer_topk` on every device alike; see `cache.is_cut`."""
 
     def local(q: Array, w: Array, table: Array, end: Array, k: Array, *k_scale: Array) -> Array:
         return pallas_kernels.paged_indexer_topk(
@@ -249,15 +239,7 @@ def select_cached(
 
     scales = () if layer.index_scale is None else (layer.index_scale,)
     arrays = (index.q, index.w, view.table, view.end, layer.index, *scales)
-    if _batch_is_sharded():
+    if cache.is_cut():
         implementation = "reference"
         return local(*arrays)
     return sharding.shard_map(local, (REPLICATED,) * len(arrays), REPLICATED)(*arrays)
-
-
-def _batch_is_sharded() -> bool:
-    """Whether a sequence's pages may lie on another device: then XLA partitions the definitions' gathers.
-
-    A kernel would have to be given the whole cache on every device.
-    """
-    return sharding.axis_size(*sharding.BATCH_AXES) > 1

@@ -1,7 +1,7 @@
-"""Attention to listed rows of a paged cache on TPU, in absorbed MQA form.
+"""Attention to listed rows of a paged cache on TPU, in absorbed MQA form: the kernel copies their records by itself.
 
-The listed rows are gathered by XLA, a block of queries at a time; then a kernel attends without logits leaving VMEM. A
-copy of one row is not possible from the cache as it lies: two rows share each word of a bfloat16 tile.
+All of a query's copies are in flight at once, one query ahead of the products; a record is one copy. Slots after the
+last valid one are not copied.
 """
 
 import functools
@@ -9,85 +9,155 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import mosaic_tpu
+from pallas_kernels import mosaic_tpu, padding
 from pallas_kernels.mosaic_tpu import LANES, Ref
-from pallas_kernels.paged_mla import reference
+from pallas_kernels.paged_mla import layout
 from pallas_kernels.sparse_mla import pallas_tpu as sparse
 from pallas_kernels.sparse_mla import pallas_tpu_rows as gathered
 
-MAX_BLOCK_BYTES = 2**29  # of gathered rows
+GROUP = 32  # slots that are copied, waited for or zeroed together; their rows fill whole tiles of any dtype
+LINE_BYTES = layout.LANES * layout.WORD_BYTES
+# e4m3 in float32's fields: exponents differ by 120; below 2^-6, where the exponent is 0, values step by 2^-9.
+E4M3_EXPONENT, E4M3_NORMAL, E4M3_LEAST = 120 << 23, 1 << 23, 2.0**-6
 
 
-def check(
-    q_THD: Any,
-    latent_NC: Any,
-    rope_NR: Any,
-    rows_TK: Any,
-    *,
-    scale: float,
-    latent_scale_NG: Any,
-) -> None:
+def check(q_THD: Any, cache: Any, rows_TK: Any) -> None:
     """Raise NotImplementedError, saying why, for what this kernel does not take."""
-    mosaic_tpu.check_floats(q_THD, rope_NR, *(() if latent_scale_NG is not None else (latent_NC,)))
-    if 0 in rows_TK.shape:
+    if not isinstance(cache, layout.Records):
+        raise NotImplementedError("takes a cache in records")
+    row = cache.format
+    mosaic_tpu.check_floats(q_THD, jax.ShapeDtypeStruct((1,), row.dtype))
+    if 0 in (*rows_TK.shape, *cache.words.shape):
         raise NotImplementedError("an axis of length 0")
-    width = jax.ShapeDtypeStruct((1, q_THD.shape[-1]), rope_NR.dtype)
-    gathered.check(width, width, rows_TK, scale, 1)
+    n_slots = mosaic_tpu.round_up(rows_TK.shape[-1], GROUP)
+    tiles = (row.latent_width + row.rope_width) * jnp.dtype(row.dtype).itemsize
+    heads = mosaic_tpu.round_up(q_THD.shape[-2], gathered.HEAD_MULTIPLE)
+    # Two queries' records, one's values, its logits and its weights.
+    used = n_slots * (2 * row.lines * LINE_BYTES + tiles + 2 * 4 * heads)
+    if used > 0.75 * mosaic_tpu.VMEM_LIMIT:
+        raise NotImplementedError(f"rows of {rows_TK.shape[-1]} slots take {used} bytes of VMEM")
 
 
-def _kernel(rows: Ref, q: Ref, out: Ref, lse: Ref, *, scale: float) -> None:
+def _fetch(slots: Ref, next_slots: Ref, words: Ref, records: Ref, arrived: Ref, lines: int) -> Any:
+    """Start copying the next query's records and wait for this one's; return the first line of these.
+
+    Groups of slots that are not copied become zeros: what an earlier query left there could be NaN.
+    """
+    t = pl.program_id(1)
+    here, half_lines = t % 2, records.shape[0] // 2
+    n_groups = half_lines // (GROUP * lines)
+
+    def start(slots: Ref, half: Any) -> None:
+        def start_group(g: Any) -> None:
+            @pl.loop(0, GROUP, unroll=gathered.ISSUE_UNROLL)
+            def issue(i: Any) -> None:
+                slot = g * GROUP + i
+                pltpu.make_async_copy(
+                    words.at[pl.ds(slots[0, 0, slot], lines)],
+                    records.at[pl.ds(half * half_lines + slot * lines, lines)],
+                    arrived.at[half],
+                ).start()
+
+        @pl.loop(0, n_groups)
+        def start_groups(g: Any) -> None:
+            pl.when(g < slots[0, 0, n_groups * GROUP])(lambda: start_group(g))
+
+    pl.when(t == 0)(lambda: start(slots, 0))
+    pl.when(t + 1 < pl.num_programs(1))(lambda: start(next_slots, 1 - here))
+
+    @pl.loop(0, n_groups)
+    def settle(g: Any) -> None:
+        first = pl.multiple_of(here * half_lines + g * GROUP * lines, GROUP)
+        group = records.at[pl.ds(first, GROUP * lines)]
+        copied = g < slots[0, 0, n_groups * GROUP]
+        # The semaphore counts bytes: one wait stands for a group's copies, and the last for all of them.
+        pl.when(copied)(lambda: pltpu.make_async_copy(group, group, arrived.at[here]).wait())
+
+        @pl.when(jnp.logical_not(copied))
+        def clear() -> None:
+            group[...] = jnp.zeros_like(group)
+
+    return here * half_lines
+
+
+def _values(words: Int[Array, "K 128"], place: int, dtype: str) -> Float[Array, "K 128"]:
+    """Return, in float32, the values that lie at a place in words, 0 in the lowest bits."""
+    size = jnp.dtype(dtype).itemsize
+    top = words << (8 * (layout.WORD_BYTES - size * (place + 1)))
+    if size > 1:
+        kept = top if size == layout.WORD_BYTES else top & -(1 << 16)
+        return lax.bitcast_convert_type(kept, jnp.float32)
+    # Codes of NaN, which quantisation of finite values never writes, read as 480.
+    magnitude = (top >> 4) & (0x7F << 20)
+    value = lax.bitcast_convert_type(magnitude + E4M3_EXPONENT, jnp.float32)
+    value = jnp.where(magnitude < E4M3_NORMAL, 2 * value - E4M3_LEAST, value)
+    return jnp.where(top < 0, -value, value)
+
+
+def _tiles(records: Ref, first: Any, n_slots: int, row: layout.Format) -> list[Array]:
+    """Read one query's records: the latents' tiles of 128 columns, then the rope keys'."""
+    found: list[list[Array]] = []
+    line = 0
+    for dtype, width in row.sections:
+        per_word = layout.WORD_BYTES // jnp.dtype(dtype).itemsize
+        tiles = []
+        for c in range(width // LANES):
+            words = records[pl.ds(first + line + c // per_word, n_slots, stride=row.lines), :]
+            tiles.append(_values(words, c % per_word, dtype))
+        line += -(-width // (LANES * per_word))
+        found.append(tiles)
+    if not row.quantised:
+        return [tile.astype(row.dtype) for tile in found[0]]
+    latents, rest = found
+    n_rope = row.rope_width // LANES
+    scales = [rest[n_rope + c // LANES][:, c % LANES][:, None] for c in range(row.n_scales)]
+    latents = [tile * scale for tile, scale in zip(latents, scales, strict=True)]
+    return [tile.astype(row.dtype) for tile in (*latents, *rest[:n_rope])]
+
+
+def _kernel(
+    slots: Ref,
+    next_slots: Ref,
+    words: Ref,
+    listed: Ref,
+    q: Ref,
+    out: Ref,
+    lse: Ref,
+    records: Ref,
+    arrived: Ref,
+    *,
+    row: layout.Format,
+    scale: float,
+) -> None:
     """Step t: attend query t to its rows."""
-    tiles = [rows[0, :, c * LANES : (c + 1) * LANES] for c in range(rows.shape[2] // LANES)]
-    sparse.attend(tiles, q, out, lse, scale)
+    first = _fetch(slots, next_slots, words, records, arrived, row.lines)
+    tiles = _tiles(records, first, listed.shape[2], row)
+    sparse.attend(tiles, q, out, lse, scale, listed[0] >= 0)
 
 
-def _attend(q: Array, rows_TKW: Array, value_dim: int, scale: float) -> tuple[Array, Array]:
-    """Attend a block of queries to rows that lie in order."""
-    n_queries, heads, width = q.shape
-    n_slots, value_width = rows_TKW.shape[1], mosaic_tpu.round_up(value_dim, LANES)
+def _bounded(rows_TK: Int[Array, "T K"], cache: layout.Records) -> tuple[Array, Array]:
+    """Return (rows, -1 where invalid) and (first lines of records to copy, then how many groups of them).
 
-    def of_query(t: Any) -> tuple[Any, int, int]:
-        return t, 0, 0
-
-    pairs = n_queries * heads * n_slots
-    results = (
-        jax.ShapeDtypeStruct((n_queries, heads, value_width), rows_TKW.dtype),
-        jax.ShapeDtypeStruct((n_queries, 1, heads), jnp.float32),
-    )
-    out, lse = pl.pallas_call(
-        functools.partial(_kernel, scale=scale),
-        grid=(n_queries,),
-        in_specs=[
-            pl.BlockSpec((1, n_slots, width), of_query),
-            pl.BlockSpec((1, heads, width), of_query),
-        ],
-        out_specs=[
-            pl.BlockSpec((1, heads, value_width), of_query),
-            pl.BlockSpec((1, 1, heads), of_query),
-        ],
-        out_shape=results,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=mosaic_tpu.VMEM_LIMIT
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * pairs * (width + value_width),
-            transcendentals=pairs,
-            bytes_accessed=mosaic_tpu.total_bytes(rows_TKW, q, *results),
-        ),
-        name="paged_mla",
-    )(rows_TKW, q)
-    return out[:, :, :value_dim], lse[:, 0]
+    Slots that are copied though they are invalid point at a record that the query lists.
+    """
+    extra = -rows_TK.shape[1] % GROUP
+    rows = jnp.pad(rows_TK.astype(jnp.int32), ((0, 0), (0, extra)), constant_values=-1)
+    listed = jnp.where((rows >= 0) & (rows < cache.n_rows), rows, -1)
+    some = jnp.maximum(jnp.max(listed, axis=1, keepdims=True), 0)
+    place = jnp.arange(1, rows.shape[1] + 1, dtype=jnp.int32)
+    last = jnp.max(jnp.where(listed >= 0, place, 0), axis=1, keepdims=True)
+    lines = jnp.where(listed >= 0, listed, some) * cache.format.lines
+    return listed[:, None], jnp.concatenate([lines, -(-last // GROUP)], axis=1)[:, None]
 
 
 def paged_mla(
     q_THD: Float[Array, "T H D"],
-    latent_NC: Float[Array, "N C"],
-    rope_NR: Float[Array, "N R"],
-    latent_scale_NG: Float[Array, "N G"] | None,
+    cache: layout.Records,
     rows_TK: Int[Array, "T K"],
     scale: float,
 ) -> tuple[Float[Array, "T H C"], Float[Array, "T H"]]:
@@ -95,42 +165,53 @@ def paged_mla(
 
     Args:
         q_THD: Absorbed queries, bfloat16 or float32.
-        latent_NC: Latents of the cache, of the same dtype, or float8_e4m3fn with scales.
-        rope_NR: Rope keys of the cache, of the queries' dtype.
-        latent_scale_NG: float32 scales of the latents, or None.
+        cache: Rows of the same dtype; their latents may be quantised.
         rows_TK: int32 cache rows; slots outside [0, N) are ignored.
         scale: Factor on the logits.
 
     Returns:
-        (attended latents in the dtype of `rope_NR`, lse float32); a row without valid slots gives 0 and -inf.
+        (attended latents in the dtype of the rope keys, lse float32); a row without valid slots gives 0 and -inf.
 
     Raises:
         NotImplementedError: As `check`.
     """
-    check(q_THD, latent_NC, rope_NR, rows_TK, scale=scale, latent_scale_NG=latent_scale_NG)
-    (n_queries, n_heads, dim), n_rows = q_THD.shape, latent_NC.shape[0]
-    q = gathered.queries_of(q_THD)
-    extra = -rows_TK.shape[1] % gathered.SLOT_MULTIPLE
-    slots = jnp.pad(rows_TK.astype(jnp.int32), ((0, 0), (0, extra)), constant_values=-1)
-
-    def attend_block(block: tuple[Array, Array]) -> tuple[Array, Array]:
-        q, slots = block
-        rows = reference.read_rows(latent_NC, rope_NR, latent_scale_NG, slots)
-        valid = (slots >= 0) & (slots < n_rows)
-        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, q.shape[2] - dim)))
-        # The column of validity, see `pallas_tpu_rows`.
-        rows = rows.at[:, :, dim].set(jnp.where(valid, 0.0, mosaic_tpu.MASKED).astype(rows.dtype))
-        return _attend(q, rows, latent_NC.shape[1], scale)
-
-    row_bytes = slots.shape[1] * q.shape[2] * q.dtype.itemsize
-    block = max(1, min(n_queries, MAX_BLOCK_BYTES // row_bytes))
-    n_blocks = -(-n_queries // block)
-    size = n_blocks * block
-    padded = (
-        mosaic_tpu.pad_rows(q, size),
-        jnp.pad(slots, ((0, size - n_queries), (0, 0)), constant_values=-1),
+    check(q_THD, cache, rows_TK)
+    (n_queries, n_heads, _), row = q_THD.shape, cache.format
+    heads = -n_heads % gathered.HEAD_MULTIPLE
+    q = padding.spread(q_THD, row.latent_dim, (row.latent_width, row.rope_width))
+    q = jnp.pad(q, ((0, 0), (0, heads), (0, 0)))
+    listed, slots = _bounded(rows_TK, cache)
+    (heads, width), n_slots = q.shape[1:], listed.shape[2]
+    pairs = n_queries * heads * n_slots
+    results = (
+        jax.ShapeDtypeStruct((n_queries, heads, row.latent_width), row.dtype),
+        jax.ShapeDtypeStruct((n_queries, 1, heads), jnp.float32),
     )
-    blocks = tuple(x.reshape(n_blocks, block, *x.shape[1:]) for x in padded)
-    out, lse = jax.lax.map(attend_block, blocks)
-    out, lse = (x.reshape(size, *x.shape[2:])[:n_queries, :n_heads] for x in (out, lse))
-    return out, lse
+    out, lse = pl.pallas_call(
+        functools.partial(_kernel, row=row, scale=scale),
+        grid=gathered.grid_of(n_queries),
+        in_specs=[
+            *gathered.slot_specs(n_queries, n_slots + 1),
+            pl.BlockSpec(memory_space=pl.ANY),
+            gathered.query_spec((1, n_slots), n_queries),
+            gathered.query_spec((heads, width), n_queries),
+        ],
+        out_specs=[
+            gathered.query_spec((heads, row.latent_width), n_queries),
+            gathered.query_spec((1, heads), n_queries),
+        ],
+        out_shape=results,
+        scratch_shapes=[
+            pltpu.VMEM((2 * n_slots * row.lines, LANES), jnp.int32),
+            pltpu.SemaphoreType.DMA((2,)),
+        ],
+        compiler_params=gathered.compiler_params(),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * pairs * (width + row.latent_width),
+            transcendentals=pairs,
+            bytes_accessed=n_queries * n_slots * row.lines * LINE_BYTES
+            + mosaic_tpu.total_bytes(slots, listed, q, *results),
+        ),
+        name="paged_mla",
+    )(slots, slots, cache.words, listed, q)
+    return out[:, :n_heads, : row.latent_dim], lse[:, 0, :n_heads]

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import mosaic_tpu
 from pallas_kernels.mosaic_tpu import LANES, Ref
@@ -19,8 +19,18 @@ def check(q_THD: Any, kv_SD: Any, topk_idx_TK: Any, *, scale: float, value_dim: 
     gathered.check(q_THD, kv_SD, topk_idx_TK, scale, 1)
 
 
-def attend(tiles: list[Array], q: Ref, out: Ref, lse: Ref, scale: float) -> None:
-    """Attend a query, heads on sublanes, to rows that are given in tiles of 128 columns."""
+def attend(
+    tiles: list[Array],
+    q: Ref,
+    out: Ref,
+    lse: Ref,
+    scale: float,
+    valid: Bool[Array, "1 K"] | None = None,
+) -> None:
+    """Attend a query, heads on sublanes, to rows that are given in tiles of 128 columns.
+
+    Rows that are not valid have their logits masked; without `valid` their own columns see to that.
+    """
     logits = functools.reduce(
         lambda a, b: a + b,
         (
@@ -29,6 +39,8 @@ def attend(tiles: list[Array], q: Ref, out: Ref, lse: Ref, scale: float) -> None
         ),
     )
     logits *= scale
+    if valid is not None:
+        logits = jnp.where(valid, logits, mosaic_tpu.MASKED)
     # An invalid slot's logit is far below the floor: its weight is 0 even in a row without any key.
     peak = jnp.maximum(jnp.max(logits, axis=1, keepdims=True), gathered.FLOOR)
     weights = jnp.exp(logits - peak)

@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv32_jax import cache
+from dsv32_jax import cache, sharding
 from dsv32_jax.cache import CacheConfig
+from dsv32_jax.sharding import MeshConfig
+from pallas_kernels import dispatch
+from pallas_kernels.paged_mla import layout
 
 LAYOUT = CacheConfig(n_pages=6, page_size=4, keep_experts=True)
 
@@ -25,11 +28,16 @@ def test_a_position_lies_in_its_page(view):
     np.testing.assert_array_equal(view.end, [[4, 5, 0], [1, 2, 3]])
 
 
-def test_what_is_written_is_read_in_order_and_nothing_else_changes(cfg, view, rng):
-    layer = jax.tree.map(lambda x: jnp.full_like(x, 7), cache.make_layer(cfg, LAYOUT, moe=True))
+@pytest.mark.parametrize("lie", ["parts", "records"])
+def test_what_is_written_is_read_in_order_and_nothing_else_changes(cfg, view, rng, lie):
+    config = dataclasses.replace(LAYOUT, layout=lie)
+    layer = cache.make_layer(cfg, config, moe=True)
+    widths = cfg.mla.kv_lora_rank, cfg.mla.rope_dim, cfg.indexer.head_dim
+    everywhere = jnp.arange(24, dtype=jnp.int32)[None]
+    layer = cache.write(layer, everywhere, *(jnp.full((1, 24, width), 7.0) for width in widths))
+    layer = layer._replace(experts=jnp.full_like(layer.experts, 7))
     latent, k_rope, index = (
-        jnp.asarray(rng.normal(size=(2, 3, width)), jnp.float32)
-        for width in (cfg.mla.kv_lora_rank, cfg.mla.rope_dim, cfg.indexer.head_dim)
+        jnp.asarray(rng.normal(size=(2, 3, width)), jnp.float32) for width in widths
     )
     rows = view.rows(view.position)
     written = cache.write(layer, rows, latent, k_rope, index)
@@ -42,15 +50,18 @@ def test_what_is_written_is_read_in_order_and_nothing_else_changes(cfg, view, rn
         assert (np.asarray(read[0, 5:]) == 0).all()  # past the end, whatever lies there
         assert (np.asarray(read[1, 3:]) == 0).all()
     untouched = np.setdiff1d(np.arange(24), np.asarray(rows))
-    assert (np.asarray(written.latent)[untouched] == 7).all()
+    for part in layout.read(written.attended, jnp.asarray(untouched)):
+        assert (np.asarray(part) == 7).all()
     experts = jnp.arange(12).reshape(2, 3, 2)
     kept = cache.write_experts(written, rows, experts).experts
     np.testing.assert_array_equal(np.asarray(kept)[[23, 0, 12]], experts[[0, 0, 1], [0, 1, 0]])
     assert (np.asarray(kept)[untouched] == 7).all()
 
 
-def test_fp8_rows_are_read_back_as_their_rounded_values(cfg, view):
-    layer = cache.make_layer(cfg, dataclasses.replace(LAYOUT, dtype="fp8"), moe=False)
+@pytest.mark.parametrize("lie", ["parts", "records"])
+def test_fp8_rows_are_read_back_as_their_rounded_values(cfg, view, lie):
+    config = dataclasses.replace(LAYOUT, dtype="fp8", layout=lie)
+    layer = cache.make_layer(cfg, config, moe=False)
     # Powers of two times three-bit mantissas survive e4m3 exactly; one third does not.
     values = jnp.asarray([[[1.5, -0.75] * 8, [0.0] * 16, [1.0] * 16]] * 2, jnp.float32)
     third = jnp.full((2, 3, cfg.indexer.head_dim), 1 / 3)
@@ -69,7 +80,32 @@ def test_every_layer_has_a_cache_and_the_module_after_them(cfg):
     assert len(cache.make_cache(cfg, LAYOUT, mtp=False)) == cfg.n_layers
 
 
+def test_a_tpu_keeps_records_unless_its_mesh_cuts_the_cache(cfg, monkeypatch):
+    def kind(**config):
+        config = dataclasses.replace(LAYOUT, **config)
+        return type(cache.make_layer(cfg, config, moe=False).attended)
+
+    assert kind() is layout.Parts
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    assert kind() is layout.Records
+    assert kind(layout="parts") is layout.Parts
+    monkeypatch.setattr(cache, "is_cut", lambda: True)
+    assert kind() is layout.Parts
+    assert kind(layout="records") is layout.Records
+
+
+def test_a_mesh_that_shards_sequences_cuts_the_cache():
+    assert not cache.is_cut()
+    with sharding.on_mesh(sharding.make_mesh(MeshConfig(ici_fsdp=-1))):
+        assert cache.is_cut() == (jax.device_count() > 1)
+
+
 @pytest.mark.parametrize("field", ["n_pages", "page_size"])
 def test_sizes_must_be_positive(field):
     with pytest.raises(ValueError, match=f"{field}=0"):
         CacheConfig(**{field: 0})
+
+
+def test_a_layout_must_be_known():
+    with pytest.raises(ValueError, match="layout='rows' must be one of auto, parts, records"):
+        CacheConfig(layout="rows")

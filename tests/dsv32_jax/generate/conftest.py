@@ -21,6 +21,12 @@ def extend(parts, cfg, layers, tokens, position, table, page_size, mode):
     return decoder.extend(parts, cfg, layers, tokens, view, mode)
 
 
+def spoilt(array):
+    """Fill with bits that are NaN in every dtype."""
+    word = jnp.asarray(-1, f"int{8 * array.dtype.itemsize}")
+    return jnp.full_like(array, jax.lax.bitcast_convert_type(word, array.dtype))
+
+
 class Feeder:
     """Feeds sequences piece by piece; their pages are dealt out at random, so that no two are neighbours."""
 
@@ -33,20 +39,25 @@ class Feeder:
         max_len,
         page_size=4,
         dtype="model",
+        layout="auto",
         mode="sparse",
         mtp=False,
     ):
         self.parts, self.cfg, self.mode, self.page_size = parts, cfg, mode, page_size
         n_pages = -(-max_len // page_size)
-        layout = cache.CacheConfig(
-            n_pages=n_sequences * n_pages + 3, page_size=page_size, dtype=dtype, keep_experts=True
+        config = cache.CacheConfig(
+            n_pages=n_sequences * n_pages + 3,
+            page_size=page_size,
+            dtype=dtype,
+            layout=layout,
+            keep_experts=True,
         )
-        self.cache = cache.make_cache(cfg, layout, mtp=mtp)
-        pages = np.random.default_rng(1).permutation(layout.n_pages)[: n_sequences * n_pages]
+        self.cache = cache.make_cache(cfg, config, mtp=mtp)
+        pages = np.random.default_rng(1).permutation(config.n_pages)[: n_sequences * n_pages]
         self.table = jnp.asarray(pages.reshape(n_sequences, n_pages), jnp.int32)
         # What an earlier owner left must not matter.
         self.cache = tuple(
-            layer._replace(rope=jnp.full_like(layer.rope, jnp.nan)) for layer in self.cache
+            layer._replace(attended=jax.tree.map(spoilt, layer.attended)) for layer in self.cache
         )
 
     def view(self, position):

@@ -197,15 +197,27 @@ def test_an_fp8_cache_holds_what_the_models_own_rounding_leaves(feeder, model, c
     # The rope key alone is rounded differently: bfloat16 in the record, float32 in this model.
     error = np.abs(run["fp8"] - run["model"])
     assert np.quantile(error, 0.95) < 0.02
-    assert fed.cache[0].latent.dtype == fed.cache[0].index.dtype == jnp.float8_e4m3fn
+    layer = fed.cache[0]
+    assert layer.attended.latent.dtype == layer.index.dtype == jnp.float8_e4m3fn
+
+
+def test_records_hold_what_parts_do(feeder, parts, cfg, tokens):
+    run = []
+    for layout in ("parts", "records"):
+        fed = feeder(parts, cfg, n_sequences=B, max_len=T, dtype="fp8", layout=layout)
+        run.append(feed_in_pieces(fed, tokens, [14, 1, 1]))
+    np.testing.assert_array_equal(*run)
 
 
 def test_the_fp8_records_of_the_official_model_have_656_and_132_bytes():
     layout = cache.CacheConfig(n_pages=1, page_size=1, dtype="fp8")
     layer = jax.eval_shape(lambda: cache.make_layer(v32_671b(), layout, moe=True))
-    size = {name: x.size * x.dtype.itemsize for name, x in layer._asdict().items() if x is not None}
-    assert size["latent"] + size["latent_scale"] + size["rope"] == 656
-    assert size["index"] + size["index_scale"] == 132
+
+    def size(*arrays):
+        return sum(x.size * x.dtype.itemsize for x in arrays)
+
+    assert size(*layer.attended) == 656
+    assert size(layer.index, layer.index_scale) == 132
 
 
 def test_weights_keep_float32_only_where_their_products_do(cfg, new_model):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import paged_mla
+from pallas_kernels.paged_mla.layout import Parts
 
 FLOAT32_TOL = 1e-5  # weighted means of values ~1, a few float32 roundings
 SCALE, H, C, R, N = 0.3, 3, 8, 4, 40
@@ -39,7 +40,8 @@ def float32(*arrays):
 @pytest.mark.parametrize("k", [1, 7])
 def test_the_listed_rows_are_attended_to(rng, batch, k):
     q, latent, rope, rows = draw(rng, batch, k)
-    out, lse = attend(*float32(q, latent, rope), jnp.asarray(rows), scale=SCALE)
+    q32, *parts = float32(q, latent, rope)
+    out, lse = attend(q32, Parts(*parts), jnp.asarray(rows), scale=SCALE)
     expected_out, expected_lse = oracle(q, latent, rope, rows)
     np.testing.assert_allclose(out, expected_out, atol=FLOAT32_TOL)
     np.testing.assert_allclose(lse, expected_lse, atol=FLOAT32_TOL)
@@ -52,7 +54,8 @@ def test_a_row_without_a_slot_gives_nothing_and_other_rows_are_not_read(rng):
     listed = np.unique(rows[(rows >= 0) & (rows < N)])
     others = np.setdiff1d(np.arange(N), listed)
     latent[others] = rope[others] = np.nan
-    out, lse = attend(*float32(q, latent, rope), jnp.asarray(rows), scale=SCALE)
+    q32, *parts = float32(q, latent, rope)
+    out, lse = attend(q32, Parts(*parts), jnp.asarray(rows), scale=SCALE)
     assert np.isfinite(out).all()
     assert (np.asarray(out[1]) == 0).all()
     assert (np.asarray(lse[1]) == -np.inf).all()
@@ -64,10 +67,8 @@ def test_quantised_latents_are_their_values_times_their_scales(rng):
     q = rng.normal(size=(4, H, 256 + R))
     scales = 2.0 ** rng.integers(-8, -3, size=(N, 2))
     exact = codes * np.repeat(scales, 128, axis=1)
-    out, lse = attend(
-        *float32(q), jnp.asarray(codes, jnp.float8_e4m3fn), *float32(rope), jnp.asarray(rows),
-        scale=SCALE, latent_scale_NG=jnp.asarray(scales, jnp.float32),
-    )  # fmt: skip
+    cache = Parts(jnp.asarray(codes, jnp.float8_e4m3fn), *float32(rope, scales))
+    out, lse = attend(*float32(q), cache, jnp.asarray(rows), scale=SCALE)
     expected_out, expected_lse = oracle(q, exact, rope, rows)
     np.testing.assert_allclose(out, expected_out, atol=FLOAT32_TOL * 10)
     np.testing.assert_allclose(lse, expected_lse, atol=FLOAT32_TOL * 10)
@@ -76,7 +77,7 @@ def test_quantised_latents_are_their_values_times_their_scales(rng):
 def test_bf16_stays_near(rng, calc_diff):
     q, latent, rope, rows = draw(rng, (6,), 7)
     low = [jnp.asarray(a, jnp.bfloat16) for a in (q, latent, rope)]
-    out, _ = attend(*low, jnp.asarray(rows), scale=SCALE)
+    out, _ = attend(low[0], Parts(*low[1:]), jnp.asarray(rows), scale=SCALE)
     expected, _ = oracle(*(np.asarray(a, np.float64) for a in low), rows)
     assert out.dtype == jnp.bfloat16
     assert calc_diff(out, expected) < 2e-5
@@ -95,9 +96,8 @@ def test_arguments_that_do_not_fit_are_refused(rng, change, words):
     q, latent, rope, rows = draw(rng, (4,), 3)
     q = np.ones(change["q"]) if "q" in change else q
     scales = jnp.ones(change["scale"]) if "scale" in change else None
+    dtype = change.get("latent", jnp.float32)
+    cache = Parts(jnp.asarray(latent, dtype), *float32(rope), scales)
+    options = {"scale": SCALE, "implementation": change.get("implementation")}
     with pytest.raises(ValueError, match=words):
-        paged_mla(
-            *float32(q), jnp.asarray(latent, change.get("latent", jnp.float32)), *float32(rope),
-            jnp.asarray(rows), scale=SCALE, latent_scale_NG=scales,
-            implementation=change.get("implementation"),
-        )  # fmt: skip
+        paged_mla(*float32(q), cache, jnp.asarray(rows), **options)
