@@ -26,7 +26,6 @@ from train.metrics import MetricsConfig, RunMetrics
 from train.optimizer import make_optimizer
 from train.rl import agreement, pending, policy
 from train.rl.groups import Group
-from train.rl.learner import STAGE
 from train.rl.settings import RlConfig
 from train.rl.trainer import Learner, Sampler, Tasks
 from train.signals import StopOnSignal
@@ -170,8 +169,9 @@ class Run:
 
     def _create(self, params: Parameters) -> RlState:
         adam = self._setting.rl.learner.optimizer.adam
-        layout = states.shardings(self._setting.model, make_optimizer(adam), STAGE, self._mesh)
-        fresh = states.create(params, make_optimizer(adam), STAGE, layout)
+        stage = self._setting.rl.learner.stage
+        layout = states.shardings(self._setting.model, make_optimizer(adam), stage, self._mesh)
+        fresh = states.create(params, make_optimizer(adam), stage, layout)
         return RlState(*fresh, self._copy(params))
 
     def _copy(self, params: Parameters) -> Any:
@@ -265,7 +265,7 @@ class Run:
             "pending": digest,
             "pending_figures": [figures for _, figures in self._queue],
         }
-        meta = {"stage": STAGE, "figures": self._figures, "rl_step": step}
+        meta = {"stage": self._setting.rl.learner.stage, "figures": self._figures, "rl_step": step}
         self._checkpoints.save(step, state, data_state=data_state, meta=meta, force=True)
         self._remove_old_pending(step)
 
@@ -278,10 +278,16 @@ class Run:
 
     def _restore(self) -> tuple[RlState, int] | None:
         cfg, adam = self._setting.model, self._setting.rl.learner.optimizer.adam
-        optimizer = make_optimizer(adam)
+        optimizer, stage = make_optimizer(adam), self._setting.rl.learner.stage
+        newest = self._checkpoints.newest_meta()
+        if newest is not None and newest[1]["stage"] != stage:
+            raise ValueError(
+                f"{self._folder} holds the stage {newest[1]['stage']}, not {stage}: learner.optimizer.indexer must be"
+                " given, or not, from a run's first step on"
+            )
         shapes = states.on_devices(
-            states.abstract(cfg, optimizer, STAGE),
-            states.shardings(cfg, optimizer, STAGE, self._mesh),
+            states.abstract(cfg, optimizer, stage),
+            states.shardings(cfg, optimizer, stage, self._mesh),
         )
         reference: Any = {}
         if self._learner.uses_reference:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from dsv32_jax import compiling, parameters, segments
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.parameters import Parameters
-from train import head
+from train import head, losses
 from train.rl.packing import Packed, take_responses
 
 
@@ -23,16 +23,24 @@ class Scores(NamedTuple):
         entropy: float32 [B, S, O], of what it was drawn from; without gradient.
         rerouted: float32 [], expert choices that the policy's gates would have made otherwise.
         load: float32 [L, E], tokens of each expert.
+        indexer_kl: float32 [], the indexers' KL summed over tokens and layers; 0 where it was not asked for.
     """
 
     log_p: Float[Array, "B S O"]
     entropy: Float[Array, "B S O"]
     rerouted: Float[Array, ""]
     load: Float[Array, "L E"] | None
+    indexer_kl: Float[Array, ""]
 
 
 def score(
-    cfg: ModelConfig, params: Parameters, packed: Packed, *, replay: bool = True, kept: bool = True
+    cfg: ModelConfig,
+    params: Parameters,
+    packed: Packed,
+    *,
+    replay: bool = True,
+    kept: bool = True,
+    indexer_loss: bool = False,
 ) -> Scores:
     """Score packed rollouts.
 
@@ -42,9 +50,10 @@ def score(
         packed: The rollouts.
         replay: Take the sampler's experts; without, the gates choose.
         kept: Stay within the sampler's kept sets; without, every token is open.
+        indexer_loss: Also sum the indexers' KL, over every token of prompts and responses.
 
     Returns:
-        The scores.
+        The scores. No gradient of the log-probabilities reaches the indexers, and none of the KL anything else.
     """
     model = parameters.assemble(cfg, params)
     output = model(
@@ -52,6 +61,7 @@ def score(
         packed.segment_ids,
         mode="sparse",
         experts=packed.experts if replay else None,
+        indexer_loss=indexer_loss,
     )
     targets = segments.shift_left(packed.tokens)
     found = head.predict(
@@ -71,6 +81,7 @@ def score(
         jax.lax.stop_gradient(take_responses(found.entropy, packed)),
         jnp.zeros(()) if rerouted is None else jnp.sum(rerouted),
         load,
+        losses.indexer_kl(output),
     )
 
 

@@ -7,6 +7,7 @@ from dsv32_jax.config import require
 from dsv32_jax.generate.sampling import SamplingParams
 from train.optimizer import OptimizerConfig
 from train.rl.objective import ObjectiveConfig
+from train.stage import Stage
 
 RatioAgainst = Literal["sampler", "learner"]
 
@@ -82,7 +83,10 @@ class LearnerConfig:
 
     Attributes:
         objective: What is maximised.
-        optimizer: Learning rate of the main model, and AdamW; none of the indexers, which are fixed.
+        optimizer: Learning rate of the main model, and AdamW. With one of the indexers too they train by their KL as in
+            the sparse stage; without it they stay as they are, bit for bit, and have no moments.
+        indexer_kl: Factor on that KL, a mean over the tokens of prompts and responses, summed over layers; unused where
+            the indexers stay as they are.
         minibatches: Optimizer steps that a step's groups are dealt out to.
         rows: Rows of a microbatch.
         row_length: Tokens of a row, at least the longest prompt and response.
@@ -95,6 +99,7 @@ class LearnerConfig:
 
     objective: ObjectiveConfig
     optimizer: OptimizerConfig
+    indexer_kl: float = 1.0
     minibatches: int = 1
     rows: int
     row_length: int
@@ -113,10 +118,12 @@ class LearnerConfig:
             self.optimizer.main is not None,
             "learner.optimizer.main must be given: the policy trains",
         )
-        require(
-            self.optimizer.indexer is None,
-            "learner.optimizer.indexer must not be given: the indexers are fixed",
-        )
+        require(self.indexer_kl > 0, f"indexer_kl={self.indexer_kl} must be positive")
+
+    @property
+    def stage(self) -> Stage:
+        """What trains."""
+        return "rl" if self.optimizer.indexer is None else "rl_indexer"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from dsv32_jax import parameters
 from dsv32_jax.cache import CacheConfig
@@ -16,8 +17,8 @@ from dsv32_jax.config import ModelConfig
 from dsv32_jax.errors import WorkFailedError
 from dsv32_jax.generate.engine import Engine
 from dsv32_jax.generate.protocol import EngineConfig
-from dsv32_jax.parameters import Parameters
-from train.optimizer import rates_at
+from dsv32_jax.parameters import Arrays, Parameters
+from train.optimizer import group_norm, rates_at
 from train.rl import groups as grouping
 from train.rl import learner, packing, policy, rollout
 from train.rl.groups import Group, Lessons
@@ -25,9 +26,11 @@ from train.rl.learner import Sums, Targets
 from train.rl.packing import Packed
 from train.rl.rollout import Rollout
 from train.rl.settings import LearnerConfig, RolloutConfig
+from train.stage import INDEXER_TRAINS
 from train.state import TrainState
 
 MAX_TRIES = 100  # tasks looked at for each that fits
+_group_norm = jax.jit(group_norm, static_argnames="group")
 
 
 class Asked(NamedTuple):
@@ -228,7 +231,13 @@ class Learner:
         self._settings, self._kl_strength, self._max_tokens = settings, kl_strength, max_tokens
         how = {"replay": settings.keep_routing, "kept": settings.keep_sampling_mask}
         self._score = policy.make_score(cfg, **how)
-        self._gradients = learner.make_gradients(cfg, settings.objective, **how)
+        self._trains_indexer = settings.stage in INDEXER_TRAINS
+        self._gradients = learner.make_gradients(
+            cfg,
+            settings.objective,
+            **how,
+            indexer_kl=settings.indexer_kl if self._trains_indexer else None,
+        )
         self._update = learner.make_update(settings.optimizer.adam)
 
     @property
@@ -265,27 +274,37 @@ class Learner:
             for part in grouping.split_minibatches(groups, self._settings.minibatches)
         ]
         total: Sums | None = None
-        norms: list[float] = []
+        norms: list[dict[str, float]] = []
         for part in parts:
             grads, sums = functools.reduce(
                 lambda a, b: jax.tree.map(jnp.add, a, b),
                 (self._gradients(state.parameters, *one) for one in part),
             )
             state, norm = self._update(state, grads, rates)
-            norms.append(float(norm))
-            if not np.isfinite(norms[-1]):
+            if not np.isfinite(norm):
                 raise WorkFailedError(
-                    f"the gradient is {norms[-1]} at step {step + 1}; nothing was learned from it"
+                    f"the gradient is {norm} at step {step + 1}; nothing was learned from it"
                 )
+            norms.append(self._norms(grads, norm))
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
         assert total is not None, "a step has a group"
         seconds = time.monotonic() - began
-        return state, _figures(total, len(parts)) | {
-            "grad_norm": float(np.mean(norms)),
-            "lr": float(rates.main),
-            "tokens_per_s/train": sum(len(r.tokens) for g in groups for r in g.rollouts)
-            / max(seconds, 1e-9),
+        n_tokens = sum(len(r.tokens) for g in groups for r in g.rollouts)
+        values = _figures(total, len(parts)) | {
+            name: float(np.mean([each[name] for each in norms])) for name in norms[0]
         }
+        if self._trains_indexer:
+            values["indexer_kl"] = float(total.indexer_kl) / n_tokens
+            values["indexer_lr"] = float(rates.indexer)
+        values |= {"lr": float(rates.main), "tokens_per_s/train": n_tokens / max(seconds, 1e-9)}
+        return state, values
+
+    def _norms(self, grads: Arrays, whole: Array) -> dict[str, float]:
+        """Return the norm of each group's gradients, which are clipped apart."""
+        if not self._trains_indexer:
+            return {"grad_norm": float(whole)}
+        names = {"grad_norm": "main", "indexer_grad_norm": "indexer"}
+        return {name: float(_group_norm(grads, group)) for name, group in names.items()}
 
     def _pack(self, groups: Sequence[Group]) -> Iterator[tuple[Packed, Lessons]]:
         """Lay a minibatch out as microbatches."""
@@ -316,7 +335,10 @@ class Learner:
             for values in (lessons.advantages, lessons.weight, lessons.kl_strength)
         )
         log_p_ref = None if reference is None else self._score(reference, packed).log_p
-        return Targets(log_p_old, log_p_ref, advantages, weight, strength)
+        n_tokens = None
+        if self._trains_indexer:
+            n_tokens = jnp.float32(sum(len(r.tokens) for r in lessons.rollouts))
+        return Targets(log_p_old, log_p_ref, advantages, weight, strength, n_tokens)
 
 
 def _figures(sums: Sums, n_updates: int) -> dict[str, float]:

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -103,6 +104,42 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(tmp_path, setting, st
     assert sorted(p.name for p in whole.glob("pending-*")) == ["pending-3.npz", "pending-4.npz"]
     samples = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
     assert [len(sample["responses"]) for sample in samples] == [3] * len(samples) != []
+
+
+def test_a_run_that_trains_its_indexers_goes_on_as_if_never_stopped_and_only_so(
+    tmp_path, setting, one_layer, one_layer_parameters, mesh
+):
+    optimizer = dataclasses.replace(RL.learner.optimizer, indexer=Schedule(peak=5e-3))
+    rl = dataclasses.replace(
+        RL,
+        steps=2,
+        learner=dataclasses.replace(RL.learner, optimizer=optimizer),
+    )
+    half = one_layer.vocab_size // 2
+    small = setting._replace(
+        model=one_layer, rl=rl, tasks=Low(half), held_out=Low(half, first=10**6)
+    )
+
+    def start():
+        return jax.tree.map(jax.numpy.asarray, one_layer_parameters)
+
+    whole, half_done = tmp_path / "whole", tmp_path / "half_done"
+    whole.mkdir()
+    loop.Run(small, whole, mesh).run(start)
+    shutil.copytree(whole, half_done)
+    shutil.rmtree(half_done / "checkpoints" / "2")
+    loop.Run(small, half_done, mesh).run(lambda: pytest.fail("starts anew"))
+
+    (_, mine), (_, other) = (final_arrays(f, small, mesh) for f in (half_done, whole))
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+    name = "moe_layers.attn.indexer.wk"
+    assert not np.array_equal(mine.parameters.weights[name], one_layer_parameters.weights[name])
+    kl = [row["indexer_kl"] for row in rows(whole)]
+    assert kl == [row["indexer_kl"] for row in rows(half_done)]
+    assert len(kl) == 2
+    with pytest.raises(ValueError, match=r"holds the stage rl_indexer, not rl: .* first step on"):
+        loop.Run(small._replace(rl=dataclasses.replace(RL, steps=3)), half_done, mesh).run(start)
 
 
 def test_pending_responses_that_were_changed_are_not_learned_from(tmp_path, setting, start, mesh):
