@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float, Int, Integer, UInt
 
 from dsv32_jax import sharding
 from dsv32_jax.config import ModelConfig, require
@@ -31,12 +31,15 @@ class CacheConfig:
         dtype: "model" keeps rows in the model's dtype; "fp8" keeps the latent and the index key in e4m3 with
             power-of-two scales and the rope key in bfloat16: with the official widths records of 656 and 132 bytes.
         keep_experts: Also keep the experts each token was sent to.
+        keep_selection: Also keep the keys each token selected, in every layer: index_topk x 2 bytes a token, x 4 where
+            there are more rows than 16 bits count.
     """
 
     n_pages: int = 512
     page_size: int = 64
     dtype: CacheDtype = "model"
     keep_experts: bool = False
+    keep_selection: bool = False
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -54,6 +57,7 @@ class LayerCache(NamedTuple):
         latent_scale: float32 [N, C / 128], or None.
         index_scale: float32 [N, X / 128], or None.
         experts: [N, A] chosen experts, in the smallest unsigned type, or None.
+        selection: [N, K] positions of the selected keys, each plus 1, then 0; in the smallest unsigned type, or None.
     """
 
     latent: Float[Array, "N C"]
@@ -62,6 +66,7 @@ class LayerCache(NamedTuple):
     latent_scale: Float[Array, "N G"] | None
     index_scale: Float[Array, "N G2"] | None
     experts: Int[Array, "N A"] | None
+    selection: UInt[Array, "N K"] | None = None
 
 
 class View(NamedTuple):
@@ -117,7 +122,15 @@ def make_layer(cfg: ModelConfig, cache: CacheConfig, *, moe: bool) -> LayerCache
     if moe and cache.keep_experts:
         kind = jnp.uint8 if cfg.moe.n_experts <= 256 else jnp.uint16
         experts = zeros(cfg.moe.n_active, kind)
-    return LayerCache(latent, rope, index, latent_scale, index_scale, experts)
+    layer = LayerCache(latent, rope, index, latent_scale, index_scale, experts)
+    return _with_selection(cfg, layer) if cache.keep_selection else layer
+
+
+def _with_selection(cfg: ModelConfig, layer: LayerCache) -> LayerCache:
+    n = len(layer.rope)
+    kind = jnp.uint16 if n <= 0xFFFF else jnp.uint32
+    empty = sharding.constrain(jnp.zeros((n, cfg.indexer.topk), kind), "cache", None)
+    return layer._replace(selection=empty)
 
 
 def _n_scales(width: int) -> int:
@@ -137,6 +150,24 @@ def make_cache(cfg: ModelConfig, cache: CacheConfig, *, mtp: bool) -> tuple[Laye
     """
     main = [make_layer(cfg, cache, moe=i >= cfg.n_dense_layers) for i in range(cfg.n_layers)]
     return (*main, make_layer(cfg, cache, moe=True)) if mtp else tuple(main)
+
+
+def with_selection(
+    cfg: ModelConfig, layers: Sequence[LayerCache], keep: bool
+) -> tuple[LayerCache, ...]:
+    """Begin or end keeping selections in a cache.
+
+    Args:
+        cfg: The model.
+        layers: The cache.
+        keep: Whether to keep them.
+
+    Returns:
+        The cache, its other rows as they were.
+    """
+    if keep:
+        return tuple(_with_selection(cfg, layer) for layer in layers)
+    return tuple(layer._replace(selection=None) for layer in layers)
 
 
 def write(
@@ -195,6 +226,24 @@ def write_experts(
     return layer._replace(experts=_put(layer.experts, rows_BT, experts_BTA))
 
 
+def write_selection(
+    layer: LayerCache, rows_BT: Int[Array, "B T"], keys_BTK: Int[Array, "B T K"]
+) -> LayerCache:
+    """Write the keys that tokens selected into their rows, where the layer keeps them.
+
+    Args:
+        layer: The layer.
+        rows_BT: Cache row of each token; -1 writes nothing.
+        keys_BTK: Positions in the token's sequence, then -1.
+
+    Returns:
+        The layer.
+    """
+    if layer.selection is None:
+        return layer
+    return layer._replace(selection=_put(layer.selection, rows_BT, keys_BTK + 1))
+
+
 def _put(array: Array, rows_BT: Array, values: Array) -> Array:
     # A negative row would count from the end, so padding goes past it, where writes are dropped.
     rows_N = jnp.where(rows_BT < 0, array.shape[0], rows_BT).reshape(-1)
@@ -217,13 +266,36 @@ def read_experts(
         int32, a layer that keeps experts each; None where none does.
     """
     kept = [layer.experts for layer in layers if layer.experts is not None]
-    if not kept:
-        return None
+    return _read_rows(kept, owned, n_tokens, page_size) if kept else None
+
+
+def read_selection(
+    layers: Sequence[LayerCache], owned: Sequence[int], n_tokens: int, page_size: int
+) -> Integer[np.ndarray, "L T K"] | None:
+    """Read the keys that a sequence's first tokens selected.
+
+    Args:
+        layers: The layers, which all keep them or none.
+        owned: The sequence's pages in order.
+        n_tokens: Tokens that have rows.
+        page_size: Tokens of a page.
+
+    Returns:
+        int32 positions in the sequence, ascending, then -1; None where none are kept.
+    """
+    kept = [layer.selection for layer in layers if layer.selection is not None]
+    return _read_rows(kept, owned, n_tokens, page_size) - 1 if kept else None
+
+
+def _read_rows(
+    arrays: Sequence[Array], owned: Sequence[int], n_tokens: int, page_size: int
+) -> Integer[np.ndarray, "L T W"]:
+    """Return the rows of a sequence's first tokens of each array, int32."""
     # Padded to a power of two, so that few lengths compile.
     place = np.zeros(1 << max(n_tokens - 1, 0).bit_length(), np.int32)
     place[:n_tokens] = np.arange(n_tokens)
     rows = np.asarray([*owned, 0], np.int32)[place // page_size] * page_size + place % page_size
-    read = [np.asarray(jnp.take(experts, rows, axis=0)) for experts in kept]
+    read = [np.asarray(jnp.take(array, rows, axis=0)) for array in arrays]
     return np.stack(read)[:, :n_tokens].astype(np.int32)
 
 

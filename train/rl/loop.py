@@ -162,6 +162,7 @@ class Run:
             logger.info("resumed at step %d", step)
         self._sampler.push(state.parameters, step)
         self._check_agreement(state.parameters)
+        self._count_selection(state.parameters)
         if step == 0:
             self._figures["accuracy/before"] = self._evaluate()
             logger.info("held-out accuracy before: %.3f", self._figures["accuracy/before"])
@@ -224,6 +225,28 @@ class Run:
         agreement.require_agreement(found, tolerance=gate.tolerance, share=gate.share)
         self._figures["gate/ratio_mean"] = found.ratio_mean
         self._figures["gate/largest_difference"] = found.largest
+
+    def _count_selection(self, params: Parameters) -> None:
+        """Count what sampler and learner select otherwise on fresh responses; it is told, and stops nothing."""
+        rl, gate, topk = self._setting.rl, self._setting.rl.gate, self._setting.model.indexer.topk
+        if not gate.selection:
+            return
+        longest = rl.rollouts.max_len - 1  # the sampler does not run a response's last token
+        if longest <= topk:
+            logger.info("selection: top %d of %d keys is all, nothing to compare", topk, longest)
+            return
+        asked = [self._setting.held_out.ask(i) for i in range(gate.prompts)]
+        how = {"replay": rl.learner.keep_routing, "kept": rl.learner.keep_sampling_mask}
+        found = agreement.compare_selection(
+            policy.make_score(self._setting.model, **how, selection=True),
+            params,
+            self._sampler.respond(asked, selection=True),
+            n_rows=rl.learner.rows,
+            row_length=rl.learner.row_length,
+        )
+        logger.info("%s", found.describe())
+        for name in ("sets", "differ", "keys"):
+            self._figures[f"gate/selection_{name}"] = float(getattr(found, name))
 
     def _evaluate(self) -> float:
         """Return the mean reward of one response to each held-out task; responses without one count 0."""

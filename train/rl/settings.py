@@ -134,11 +134,16 @@ class GateConfig:
         prompts: Prompts whose responses are compared.
         tolerance: Nats by which a token's log-probabilities may differ.
         share: Of the tokens, that may differ by more: rounding may flip a key at the edge of the selection.
+        selection: Also count the keys that the learner selects otherwise than the sampler, on a second response to each
+            prompt, unless the top-k covers them all. For as long the sampler's cache keeps every selection, see
+            `CacheConfig.keep_selection`, and each is copied to the host; its steps are compiled once more. So only
+            here, at a run's start and where it is resumed: in training steps a difference shows in the ratio.
     """
 
     prompts: int
     tolerance: float
     share: float = 0.0
+    selection: bool = True
 
     def __post_init__(self) -> None:
         """Check ranges."""

@@ -175,8 +175,17 @@ class Sampler:
             f" max_prompt_tokens={self._rollouts.max_prompt_tokens} tokens"
         )
 
-    def respond(self, asked: Sequence[Asked]) -> list[Rollout]:
-        """Draw one response to each task; seeds follow from the run's, the weights' version and the place."""
+    def respond(self, asked: Sequence[Asked], *, selection: bool = False) -> list[Rollout]:
+        """Draw one response to each task; seeds follow from the run's, the weights' version and the place.
+
+        Args:
+            asked: The tasks.
+            selection: Have the keys that each token selected reported too, at the cost of
+                `Engine.report_selection`, until the next call without.
+
+        Returns:
+            A response to each.
+        """
         assert self._engine is not None, "weights come first"
         sequence = np.random.SeedSequence([self._seed, self._version, self.next_task])
         seeds = sequence.generate_state(len(asked), np.uint32)
@@ -184,7 +193,7 @@ class Sampler:
             (task.prompt, self._rollouts.params(seed=int(seed)))
             for task, seed in zip(asked, seeds, strict=True)
         ]
-        self._engine.forget()  # a resumed run draws the same
+        self._engine.report_selection(selection)  # also forgets: a resumed run draws the same
         found = dict(rollout.sample(self._engine, requests, version=self._version))
         return [found[i] for i in range(len(asked))]
 
