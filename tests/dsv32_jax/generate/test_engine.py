@@ -234,16 +234,15 @@ def test_selected_keys_are_reported_for_every_token_but_the_last(model, cfg, bes
 def test_selections_are_reported_while_they_are_asked_for(model, requests, alone):
     engine = make(model)
     found = []
-    for on in (False, True, False):
+    for on in (False, True, False, True):
         engine.report_selection(on)
         found.append(complete(engine, [requests[1]])[0])
 
-    assert [finish.selection is not None for _, _, finish in found] == [False, True, False]
-    assert [tokens for tokens, _, _ in found] == [alone[1][0]] * 3
-    assert all(layer.selection is None for layer in engine._cache)
+    assert [finish.selection is not None for _, _, finish in found] == [False, True] * 2
+    assert [tokens for tokens, _, _ in found] == [alone[1][0]] * 4
     engine.submit(*requests[0])
     with pytest.raises(RuntimeError, match="no request"):
-        engine.report_selection(True)
+        engine.report_selection(False)
 
 
 def test_a_dense_mode_has_no_selection_to_report():
