@@ -240,5 +240,5 @@ def test_the_loop_raises_the_reward(cfg, params, state):
 
 
 def test_a_kl_without_weight_is_refused():
-    with pytest.raises(ValueError, match="indexer_kl=0 must be positive"):
-        dataclasses.replace(LEARNER, indexer_kl=0)
+    with pytest.raises(ValueError, match=r"indexer_kl=0\.0 must be positive"):
+        dataclasses.replace(LEARNER, indexer_kl=0.0)
