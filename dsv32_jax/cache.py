@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float, Int, Integer, UInt
 
 from dsv32_jax import sharding
 from dsv32_jax.config import ModelConfig, require
@@ -38,6 +38,8 @@ class CacheConfig:
         layout: How latents and rope keys lie: "parts" as the kernels for GPUs read them, "records" as those for TPUs
             do; "auto" is records on a TPU whose mesh does not cut the cache, else parts.
         keep_experts: Also keep the experts each token was sent to.
+        keep_selection: Also keep the keys each token selected, in every layer: index_topk x 2 bytes a token, x 4 where
+            there are more rows than 16 bits count.
     """
 
     n_pages: int = 512
@@ -45,6 +47,7 @@ class CacheConfig:
     dtype: CacheDtype = "model"
     layout: CacheLayout = "auto"
     keep_experts: bool = False
+    keep_selection: bool = False
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -70,12 +73,14 @@ class LayerCache(NamedTuple):
         index: [N, X] index keys; in "fp8" float8_e4m3fn.
         index_scale: float32 [N, X / 128], or None.
         experts: [N, A] chosen experts, in the smallest unsigned type, or None.
+        selection: [N, K] positions of the selected keys, each plus 1, then 0; in the smallest unsigned type, or None.
     """
 
     attended: Parts | Records
     index: Float[Array, "N X"]  # type: ignore[assignment]  # shadows tuple.index, which nobody calls
     index_scale: Float[Array, "N G"] | None
     experts: Int[Array, "N A"] | None
+    selection: UInt[Array, "N K"] | None = None
 
 
 class View(NamedTuple):
@@ -128,8 +133,13 @@ def make_layer(cfg: ModelConfig, cache: CacheConfig, *, moe: bool) -> LayerCache
     experts = None
     if moe and cache.keep_experts:
         experts = zeros(cfg.moe.n_active, "uint8" if cfg.moe.n_experts <= 256 else "uint16")
-    layer = LayerCache(empty(n, row), index, index_scale, experts)
+    selection = _empty_selection(cfg, n) if cache.keep_selection else None
+    layer = LayerCache(empty(n, row), index, index_scale, experts, selection)
     return jax.tree.map(lambda x: sharding.constrain(x, "cache", None), layer)
+
+
+def _empty_selection(cfg: ModelConfig, n: int) -> Array:
+    return jnp.zeros((n, cfg.indexer.topk), "uint16" if n <= 0xFFFF else "uint32")
 
 
 def is_cut() -> bool:
@@ -153,6 +163,28 @@ def make_cache(cfg: ModelConfig, cache: CacheConfig, *, mtp: bool) -> tuple[Laye
     """
     main = [make_layer(cfg, cache, moe=i >= cfg.n_dense_layers) for i in range(cfg.n_layers)]
     return (*main, make_layer(cfg, cache, moe=True)) if mtp else tuple(main)
+
+
+def with_selection(
+    cfg: ModelConfig, layers: Sequence[LayerCache], keep: bool
+) -> tuple[LayerCache, ...]:
+    """Begin or end keeping selections in a cache.
+
+    Args:
+        cfg: The model.
+        layers: The cache.
+        keep: Whether to keep them.
+
+    Returns:
+        The cache, its other rows as they were.
+    """
+    if not keep:
+        return tuple(layer._replace(selection=None) for layer in layers)
+    empty = (_empty_selection(cfg, len(layer.index)) for layer in layers)
+    return tuple(
+        layer._replace(selection=sharding.constrain(selection, "cache", None))
+        for layer, selection in zip(layers, empty, strict=True)
+    )
 
 
 def write(
@@ -209,6 +241,25 @@ def write_experts(
     return layer._replace(experts=layout.put(layer.experts, rows_BT.reshape(-1), experts_NA))
 
 
+def write_selection(
+    layer: LayerCache, rows_BT: Int[Array, "B T"], keys_BTK: Int[Array, "B T K"]
+) -> LayerCache:
+    """Write the keys that tokens selected into their rows, where the layer keeps them.
+
+    Args:
+        layer: The layer.
+        rows_BT: Cache row of each token; -1 writes nothing.
+        keys_BTK: Positions in the token's sequence, then -1.
+
+    Returns:
+        The layer.
+    """
+    if layer.selection is None:
+        return layer
+    keys_NK = keys_BTK.reshape(-1, keys_BTK.shape[-1])
+    return layer._replace(selection=layout.put(layer.selection, rows_BT.reshape(-1), keys_NK + 1))
+
+
 def read_experts(
     layers: Sequence[LayerCache], owned: Sequence[int], n_tokens: int, page_size: int
 ) -> Integer[np.ndarray, "L T A"] | None:
@@ -224,13 +275,36 @@ def read_experts(
         int32, a layer that keeps experts each; None where none does.
     """
     kept = [layer.experts for layer in layers if layer.experts is not None]
-    if not kept:
-        return None
+    return _read_rows(kept, owned, n_tokens, page_size) if kept else None
+
+
+def read_selection(
+    layers: Sequence[LayerCache], owned: Sequence[int], n_tokens: int, page_size: int
+) -> Integer[np.ndarray, "L T K"] | None:
+    """Read the keys that a sequence's first tokens selected.
+
+    Args:
+        layers: The layers, which all keep them or none.
+        owned: The sequence's pages in order.
+        n_tokens: Tokens that have rows.
+        page_size: Tokens of a page.
+
+    Returns:
+        int32 positions in the sequence, ascending, then -1; None where none are kept.
+    """
+    kept = [layer.selection for layer in layers if layer.selection is not None]
+    return _read_rows(kept, owned, n_tokens, page_size) - 1 if kept else None
+
+
+def _read_rows(
+    arrays: Sequence[Array], owned: Sequence[int], n_tokens: int, page_size: int
+) -> Integer[np.ndarray, "L T W"]:
+    """Return the rows of a sequence's first tokens of each array, int32."""
     # Padded to a power of two, so that few lengths compile.
     place = np.zeros(1 << max(n_tokens - 1, 0).bit_length(), np.int32)
     place[:n_tokens] = np.arange(n_tokens)
     rows = np.asarray([*owned, 0], np.int32)[place // page_size] * page_size + place % page_size
-    read = [np.asarray(jnp.take(experts, rows, axis=0)) for experts in kept]
+    read = [np.asarray(jnp.take(array, rows, axis=0)) for array in arrays]
     return np.stack(read)[:, :n_tokens].astype(np.int32)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -13,6 +14,7 @@ from dsv32_jax.indexer import Indexer, IndexerTensors
 from dsv32_jax.segments import Segments
 from pallas_kernels import dispatch
 from pallas_kernels.fp8 import op as fp8
+from pallas_kernels.topk_select import reference as topk_select
 
 AttentionMode = Literal["dense", "sparse", "window"]
 DecodeMode = Literal[
@@ -40,6 +42,7 @@ class AttentionTensors(NamedTuple):
         scale: Factor on q . k.
         start: int32 [B, T], first key of the token's document.
         end: int32 [B, T], one past its last visible key.
+        chosen: The keys that sparse attention read: bool [B, T, S], or int32 [B, T, K], ascending, then -1; else None.
     """
 
     q: Array
@@ -49,6 +52,7 @@ class AttentionTensors(NamedTuple):
     scale: float
     start: Array
     end: Array
+    chosen: Array | None = None
 
 
 Probe = Callable[[AttentionTensors], Any]
@@ -76,6 +80,21 @@ def masked_up_to(cfg: MLAConfig, platform: str | None = None) -> int:
     if cfg.masked_max_len is not None:
         return cfg.masked_max_len
     return MASKED_MAX_LEN_TPU if (platform or dispatch.platform()) == "tpu" else MASKED_MAX_LEN
+
+
+def list_keys(chosen: Array, topk: int) -> Int[Array, "B T K"]:
+    """Return the keys that tokens selected as a list.
+
+    Args:
+        chosen: bool [B, T, S], or the list itself.
+        topk: Most keys of a token.
+
+    Returns:
+        int32 places, ascending, then -1.
+    """
+    if chosen.dtype != jnp.bool_:
+        return chosen
+    return jax.vmap(lambda mask: topk_select.mask_to_indices(mask, topk))(chosen)
 
 
 class MLA(nnx.Module):
@@ -130,37 +149,36 @@ class MLA(nnx.Module):
         topk, scale, kernels = cfg.indexer.topk, cfg.softmax_scale, cfg.implementation
         parts, index = self.project(x_BTD, segments.position)
         start, end = segments.start, segments.end
-        kl_BT = measured = None
+        kl_BT = measured = chosen = None
         if mode == "sparse" and x_BTD.shape[1] > masked_up_to(cfg.mla):
             q, kv = self.absorb(parts)
-            chosen_BTK = sharded_ops.select_indices(
+            chosen = sharded_ops.select_indices(
                 index, topk, start, end, cfg.selection_implementation
             )
             out, lse = sharded_ops.attend_selected(
-                q, kv, chosen_BTK, scale, cfg.mla.kv_lora_rank, kernels, cfg.deterministic
+                q, kv, chosen, scale, cfg.mla.kv_lora_rank, kernels, cfg.deterministic
             )
             out = self.unabsorb(out)
             if indexer_loss:
                 kl_BT = sharded_ops.selected_kl(
-                    index, q, kv, lse, chosen_BTK, scale, kernels, cfg.deterministic
+                    index, q, kv, lse, chosen, scale, kernels, cfg.deterministic
                 )
         else:
             q, k, v = self.expand(parts)
             if mode == "window":
                 start = jnp.maximum(start, end - topk)
-            chosen_BTS = (
-                sharded_ops.select_mask(index, topk, start, end, cfg.selection_implementation)
-                if mode == "sparse"
-                else None
-            )
-            out, lse = sharded_ops.attend_range(q, k, v, start, end, chosen_BTS, scale, kernels)
-            if indexer_loss:
-                kl_BT = sharded_ops.range_kl(
-                    index, q, k, lse, start, end, chosen_BTS, scale, kernels
+            if mode == "sparse":
+                chosen = sharded_ops.select_mask(
+                    index, topk, start, end, cfg.selection_implementation
                 )
+            out, lse = sharded_ops.attend_range(q, k, v, start, end, chosen, scale, kernels)
+            if indexer_loss:
+                kl_BT = sharded_ops.range_kl(index, q, k, lse, start, end, chosen, scale, kernels)
         if probe is not None:
             q_heads, k_heads, _ = self.expand(parts)
-            measured = probe(AttentionTensors(q_heads, k_heads, lse, index, scale, start, end))
+            measured = probe(
+                AttentionTensors(q_heads, k_heads, lse, index, scale, start, end, chosen)
+            )
         return layers.project("bthu,hud->btd", out, self.wo), kl_BT, measured
 
     def extend(
@@ -187,12 +205,16 @@ class MLA(nnx.Module):
             (output, the cache with the new tokens).
         """
         parts, index = self.project(x_BTD, jnp.maximum(view.position, 0))
-        layer = cache.write(layer, view.rows(view.position), parts.latent, parts.k_rope, index.k)
+        rows = view.rows(view.position)
+        layer = cache.write(layer, rows, parts.latent, parts.k_rope, index.k)
         n_keys = view.table.shape[1] * view.page_size
         if x_BTD.shape[1] > MAX_DECODE_TOKENS and n_keys <= masked_up_to(self.cfg.mla):
-            out = self._attend_masked(parts, index, layer, view, mode)
+            out, chosen = self._attend_masked(parts, index, layer, view, mode)
         else:
-            out = self._attend_rows(parts, index, layer, view, mode)
+            out, chosen = self._attend_rows(parts, index, layer, view, mode)
+        if layer.selection is not None:
+            assert chosen is not None, "a dense mode selects nothing, and an engine refuses it"
+            layer = cache.write_selection(layer, rows, list_keys(chosen, self.cfg.indexer.topk))
         return layers.project("bthu,hud->btd", out, self.wo), layer
 
     def project(
@@ -218,8 +240,8 @@ class MLA(nnx.Module):
         layer: cache.LayerCache,
         view: cache.View,
         mode: DecodeMode,
-    ) -> Array:
-        """Read the selected rows only, in absorbed MQA form."""
+    ) -> tuple[Array, Array]:
+        """Read the selected rows only, in absorbed MQA form; also return their positions."""
         q, _ = self.absorb(parts)
         if mode == "sparse":
             chosen_BTK = self.choose(index, layer, view)
@@ -231,7 +253,7 @@ class MLA(nnx.Module):
         out = sharded_ops.attend_cached(
             q, layer, rows, self.cfg.softmax_scale, self.cfg.implementation
         )
-        return self.unabsorb(out.astype(q.dtype))
+        return self.unabsorb(out.astype(q.dtype)), chosen_BTK
 
     def choose(self, index: IndexerTensors, layer: cache.LayerCache, view: cache.View) -> Array:
         """Return the positions [B, T, K] that each token attends to.
@@ -254,8 +276,8 @@ class MLA(nnx.Module):
         layer: cache.LayerCache,
         view: cache.View,
         mode: DecodeMode,
-    ) -> Array:
-        """Expand every key of the sequence and mask, in MHA form."""
+    ) -> tuple[Array, Array | None]:
+        """Expand every key of the sequence and mask, in MHA form; also return the mask, if there is one."""
         latent, k_rope = cache.read_latents(layer, view, parts.q_nope.dtype)
         q, k, v = self.expand(parts._replace(latent=latent, k_rope=k_rope))
         start, selected = jnp.zeros_like(view.end), None
@@ -273,7 +295,7 @@ class MLA(nnx.Module):
         out, _ = sharded_ops.attend_range(
             q, k, v, start, view.end, selected, scale, kernels, square=False
         )
-        return out
+        return out, selected
 
     def _latents(self, x: Array, qr: Array, cos: Array, sin: Array) -> Latents:
         """Project to per-head queries and to the latent and rope key that all heads share."""

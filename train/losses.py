@@ -1,5 +1,6 @@
 """The training losses as (sum, weight) pairs, so that padding, packing and microbatches cannot change them."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -108,16 +109,20 @@ def sums(model: DeepSeekV32, output: ModelOutput, batch: Batch, *, heads: bool) 
     Returns:
         The sums.
     """
-    zero = jnp.zeros((), jnp.float32)
-    layers = [stats for stats in (output.dense, output.moe, output.mtp) if stats is not None]
-    lm = mtp = zero
+    lm = mtp = jnp.zeros((), jnp.float32)
     if heads:
         lm = jnp.sum(next_token(model, output.hidden, batch))
         if output.mtp_hidden is not None:
             mtp = jnp.sum(next_token(model, output.mtp_hidden, batch, ahead=2))
-    return LossSums(lm, mtp, _total(layers, "balance", zero), _total(layers, "kl", zero))
+    return LossSums(lm, mtp, _total(output, lambda stats: stats.balance), indexer_kl(output))
 
 
-def _total(layers: list[LayerStats], name: str, zero: Array) -> Array:
-    parts = [getattr(stats, name) for stats in layers if getattr(stats, name) is not None]
-    return sum((jnp.sum(part) for part in parts), start=zero)
+def indexer_kl(output: ModelOutput) -> Float[Array, ""]:
+    """Add up the indexers' KL of a forward pass: nats, over its tokens and layers; 0 where it was not asked for."""
+    return _total(output, lambda stats: stats.kl)
+
+
+def _total(output: ModelOutput, figure: Callable[[LayerStats], Array | None]) -> Array:
+    layers = [stats for stats in (output.dense, output.moe, output.mtp) if stats is not None]
+    parts = [part for part in map(figure, layers) if part is not None]
+    return sum((jnp.sum(part) for part in parts), start=jnp.zeros((), jnp.float32))

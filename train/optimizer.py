@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array
 
 from dsv32_jax.config import Dtype, require
 from dsv32_jax.parameters import Arrays, is_indexer
@@ -142,6 +143,13 @@ class OptimizerConfig:
 def group_of(name: str) -> str:
     """Return "indexer" or "main"."""
     return "indexer" if is_indexer(name) else "main"
+
+
+def group_norm(grads: Arrays, group: str) -> Array:
+    """Return the norm of a group's gradients, as its clipping measures it; 0 where it has none."""
+    return optax.tree.norm(
+        [g for name, g in grads.items() if group_of(name) == group] or [jnp.zeros(())]
+    )
 
 
 def decays(name: str) -> bool:

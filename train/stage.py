@@ -6,20 +6,23 @@ from dsv32_jax import flops
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.mla import AttentionMode
 
-Stage = Literal["dense", "warmup", "sparse", "window", "rl"]
+Stage = Literal["dense", "warmup", "sparse", "window", "rl", "rl_indexer"]
 
 # dense: ordinary pre-training. warmup: attention exactly dense, only the indexers train. sparse: everything trains
 # under the selection. window: a control, everything but the indexers trains under a last-k window. rl: reinforcement
-# learning under the selection; the indexers and the MTP module stay as they are.
+# learning under the selection; the indexers and the MTP module stay as they are. rl_indexer: the same, but the indexers
+# of the main layers train by their KL as in sparse, the policy's gradient never reaching them.
 ATTENTION: dict[Stage, AttentionMode] = {
     "dense": "dense",
     "warmup": "dense",
     "sparse": "sparse",
     "window": "window",
     "rl": "sparse",
+    "rl_indexer": "sparse",
 }
-INDEXER_TRAINS: frozenset[Stage] = frozenset({"warmup", "sparse"})
-MAIN_TRAINS: frozenset[Stage] = frozenset({"dense", "sparse", "window", "rl"})
+INDEXER_TRAINS: frozenset[Stage] = frozenset({"warmup", "sparse", "rl_indexer"})
+MAIN_TRAINS: frozenset[Stage] = frozenset({"dense", "sparse", "window", "rl", "rl_indexer"})
+RL: frozenset[Stage] = frozenset({"rl", "rl_indexer"})
 
 
 def train_flops(cfg: ModelConfig, seq_len: int, stage: Stage) -> float:

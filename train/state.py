@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from dsv32_jax import parameters
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.parameters import Arrays, Parameters, is_indexer
-from train.stage import Stage
+from train.stage import INDEXER_TRAINS, RL, Stage
 
 
 class TrainState(NamedTuple):
@@ -40,9 +40,9 @@ def trains(stage: Stage, name: str) -> bool:
     """
     if stage == "warmup":
         return is_indexer(name)
-    if stage == "rl" and name.startswith("mtp."):
+    if stage in RL and name.startswith("mtp."):
         return False
-    return stage == "sparse" or not is_indexer(name)
+    return stage in INDEXER_TRAINS or not is_indexer(name)
 
 
 def trainable(stage: Stage, weights: Arrays) -> Arrays:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float
 
 from dsv32_jax import compiling, parameters, sharding
@@ -16,7 +15,7 @@ from dsv32_jax.model import ModelOutput
 from dsv32_jax.parameters import Arrays, Parameters
 from train import losses
 from train.losses import Batch, LossSums, LossWeights
-from train.optimizer import AdamConfig, Rates, apply_updates, group_of, make_optimizer
+from train.optimizer import AdamConfig, Rates, apply_updates, group_norm, make_optimizer
 from train.stage import ATTENTION, INDEXER_TRAINS, MAIN_TRAINS, Stage
 from train.state import TrainState, trainable
 
@@ -212,20 +211,14 @@ def make_step(
             mtp=sums.mtp / weights.mtp,
             balance=sums.balance / weights.balance,
             kl=sums.kl / weights.kl,
-            grad_norm=_norm(grads, "main"),
-            indexer_grad_norm=_norm(grads, "indexer"),
+            grad_norm=group_norm(grads, "main"),
+            indexer_grad_norm=group_norm(grads, "indexer"),
             max_load=_max_load(loads, cfg.moe.n_experts),
             max_device_load=_max_load(loads, sharding.axis_size("expert")),
         )
         return TrainState(Parameters(new_weights, bias), opt_state, state.step + 1), metrics
 
     return jax.jit(step, donate_argnums=0, compiler_options=compiling.compiler_options())
-
-
-def _norm(grads: Arrays, group: str) -> Array:
-    return optax.tree.norm(
-        [g for name, g in grads.items() if group_of(name) == group] or [jnp.zeros(())]
-    )
 
 
 def _max_load(loads: Arrays, n_parts: int) -> Array:

@@ -4,6 +4,7 @@ import collections
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -83,7 +84,7 @@ class Engine:
         self._running: dict[int, Request] = {}  # by number, in order of admission
         self._numbers = itertools.count()
         self._cancelled: set[int] = set()
-        self._shapes: set[tuple[str, tuple[int, ...]]] = set()
+        self._shapes: set[tuple[str, tuple[int, ...], bool]] = set()
 
     @property
     def has_work(self) -> bool:
@@ -156,6 +157,25 @@ class Engine:
         if self.has_work:
             raise RuntimeError("rows can only be forgotten while there is no request")
         self._pool = self._new_pool()
+
+    def report_selection(self, on: bool) -> None:
+        """Begin or end reporting the keys that tokens select; the rows of earlier texts are forgotten.
+
+        Begun, the cache is larger, see `CacheConfig.keep_selection`, and steps are compiled anew.
+
+        Args:
+            on: Whether later requests report them.
+
+        Raises:
+            RuntimeError: A request is running or waiting.
+            ValueError: The engine's mode selects nothing.
+        """
+        self.forget()
+        if on == self.cfg.cache.keep_selection:
+            return
+        self.cfg = replace(self.cfg, cache=replace(self.cfg.cache, keep_selection=on))
+        with sharding.on_mesh(self._mesh):
+            self._cache = caches.with_selection(self._static.cfg, self._cache, on)
 
     def _new_pool(self) -> PagePool:
         cache = self.cfg.cache
@@ -309,7 +329,7 @@ class Engine:
 
     def _compiled(self, step: str, table: np.ndarray) -> Callable[..., Any]:
         """Return a step, saying so when its shape is new, as compiling takes a while."""
-        shape = (step, table.shape)
+        shape = (step, table.shape, self.cfg.cache.keep_selection)
         if shape not in self._shapes:
             self._shapes.add(shape)
             n_tokens = table.shape[1] * self._pool.page_size
@@ -356,11 +376,12 @@ class Engine:
         return "length" if full or sequence.n_drawn >= sequence.params.max_tokens else None
 
     def _finish(self, sequence: Request, reason: FinishReason) -> FinishEvent:
-        experts = self._experts_of(sequence)
+        experts = self._read(caches.read_experts, sequence)
+        selection = self._read(caches.read_selection, sequence)
         self._release(sequence)
         if sequence in self._waiting:
             self._waiting.remove(sequence)
-        return FinishEvent(sequence.number, reason, experts)
+        return FinishEvent(sequence.number, reason, experts, selection)
 
     def _release(self, sequence: Request) -> None:
         self._running.pop(sequence.number, None)
@@ -407,10 +428,12 @@ class Engine:
         shortest = MIN_TABLE * self._static.cfg.indexer.topk // self._pool.page_size
         return batches.page_table(by_row, shortest=max(shortest, 1))
 
-    def _experts_of(self, sequence: Request) -> np.ndarray | None:
-        """Return the experts of a sequence's tokens, -1 for those that no step has run."""
+    def _read(
+        self, rows_of: Callable[..., np.ndarray | None], sequence: Request
+    ) -> np.ndarray | None:
+        """Return what the main layers keep of a sequence's tokens, -1 for those that no step has run."""
         main = self._cache[: self._static.cfg.n_layers]
-        read = caches.read_experts(main, sequence.pages, sequence.n_cached, self._pool.page_size)
+        read = rows_of(main, sequence.pages, sequence.n_cached, self._pool.page_size)
         n_missing = len(sequence.tokens) - sequence.n_cached
         return (
             None

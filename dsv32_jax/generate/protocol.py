@@ -46,6 +46,10 @@ class EngineConfig:
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         require(self.max_len >= 2, f"max_len={self.max_len} must be at least 2")
         require(self.mode in get_args(DecodeMode), f"mode={self.mode!r} must be sparse or dense")
+        require(
+            self.mode == "sparse" or not self.cache.keep_selection,
+            "cache.keep_selection=True needs mode='sparse': a dense one selects nothing",
+        )
         n_rows = self.cache.n_pages * self.cache.page_size
         require(
             n_rows < 2**31,
@@ -86,11 +90,14 @@ class FinishEvent(NamedTuple):
         reason: "stop" after an end token, "length" at a limit, "cancelled".
         experts: [L, T, A] experts of every token of the prompt and the text in each expert layer, -1 for those that
             no step has run: the last one, or more of a cancelled request; None unless the cache keeps them.
+        selection: [L, T, K] positions of the keys that the same tokens selected in each layer, ascending, then -1; None
+            unless the cache keeps them.
     """
 
     request: int
     reason: FinishReason
     experts: Integer[np.ndarray, "L T A"] | None
+    selection: Integer[np.ndarray, "L T K"] | None = None
 
 
 Event = TokenEvent | FinishEvent

@@ -58,6 +58,24 @@ def test_what_is_written_is_read_in_order_and_nothing_else_changes(cfg, view, rn
     assert (np.asarray(kept)[untouched] == 7).all()
 
 
+@pytest.mark.parametrize(("n_pages", "kind"), [(6, "uint16"), (2**14, "uint32")])
+def test_selections_are_read_back_in_as_few_bytes_as_rows_need(cfg, view, n_pages, kind):
+    layout = CacheConfig(n_pages=n_pages, page_size=4, keep_selection=True)
+    layer = cache.make_layer(cfg, layout, moe=False)
+    keys = np.full((2, 3, cfg.indexer.topk), -1)
+    keys[0, 0, :3], keys[1, 2, :1] = [0, 1, 3], [2]
+
+    written = cache.write_selection(layer, view.rows(view.position), jnp.asarray(keys))
+    read = cache.read_selection([written, written], [3, 1, 4], 3, 4)
+
+    assert written.selection.dtype == kind
+    np.testing.assert_array_equal(read, [keys[1], keys[1]])
+    assert not np.asarray(written.selection)[[20, 21, 22]].any()  # of tokens before
+    bare = cache.make_layer(cfg, LAYOUT, moe=False)
+    assert cache.write_selection(bare, view.rows(view.position), jnp.asarray(keys)) is bare
+    assert cache.read_selection([bare], [3], 3, 4) is None
+
+
 @pytest.mark.parametrize("lie", ["parts", "records"])
 def test_fp8_rows_are_read_back_as_their_rounded_values(cfg, view, lie):
     config = dataclasses.replace(LAYOUT, dtype="fp8", layout=lie)

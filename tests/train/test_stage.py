@@ -16,8 +16,8 @@ def test_every_stage_has_an_attention_and_trains_something():
 
 
 def test_only_the_stages_with_a_kl_train_the_indexer_and_all_but_the_warmup_the_rest():
-    assert {"warmup", "sparse"} == stage.INDEXER_TRAINS
-    assert {"dense", "sparse", "window", "rl"} == stage.MAIN_TRAINS
+    assert {"warmup", "sparse", "rl_indexer"} == stage.INDEXER_TRAINS
+    assert {"dense", "sparse", "window", "rl", "rl_indexer"} == stage.MAIN_TRAINS
 
 
 def test_the_warmups_attention_is_dense_bit_for_bit(one_layer, one_layer_parameters):

@@ -7,7 +7,7 @@ from dsv32_jax import parameters
 from train import state as states
 from train.optimizer import AdamConfig, make_optimizer
 
-STAGES = ("dense", "warmup", "sparse", "window")
+STAGES = ("dense", "warmup", "sparse", "window", "rl", "rl_indexer")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,9 @@ def moment_names(opt_state):
     return {path[-1].key for path, leaf in leaves if leaf.ndim}
 
 
-def test_the_warmup_trains_every_indexer_and_the_other_stages_but_sparse_none(tiny_model):
+def test_indexers_train_in_the_warmup_in_sparse_and_where_asked_in_rl_which_leaves_mtp_alone(
+    tiny_model,
+):
     names = parameters.abstract(tiny_model).weights
     indexers = {name for name in names if ".indexer." in name}
 
@@ -31,6 +33,9 @@ def test_the_warmup_trains_every_indexer_and_the_other_stages_but_sparse_none(ti
     assert trained["warmup"] == indexers
     assert trained["dense"] == trained["window"] == set(names) - indexers
     assert trained["sparse"] == set(names)
+    mtp = {name for name in names if name.startswith("mtp.")}
+    assert trained["rl"] == set(names) - indexers - mtp
+    assert trained["rl_indexer"] == set(names) - mtp
 
 
 @pytest.mark.parametrize("stage", STAGES)

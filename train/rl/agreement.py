@@ -1,6 +1,6 @@
 """Whether the learner sees rollouts as the sampler did; a run whose log-probabilities differ does not start."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +51,35 @@ class Agreement(NamedTuple):
     rerouted: int
 
 
+class Selection(NamedTuple):
+    """How the keys compare that sampler and learner selected.
+
+    Attributes:
+        sets: Sets compared: one a layer of each token that the sampler ran and that has more keys than a set holds; any
+            other reads all its keys, whatever its indexer says.
+        differ: Sets that are not equal.
+        keys: Keys of the sampler's sets that the learner's lack.
+        tokens: Tokens with a set that differs, in whatever layer.
+        by_layer: Sets that differ, of each layer; after the first such layer inputs differ too.
+    """
+
+    sets: int
+    differ: int
+    keys: int
+    tokens: int
+    by_layer: tuple[int, ...]
+
+    def describe(self) -> str:
+        """Say it in a line."""
+        if not self.sets:
+            return "selection: no token has more keys than it may select, nothing to compare"
+        line = f"selection: {self.differ} of {self.sets} sets differ, {self.keys} keys"
+        if not self.differ:
+            return line
+        first = next(i for i, n in enumerate(self.by_layer) if n)
+        return f"{line}, of {self.tokens} tokens, from layer {first} on"
+
+
 def compare(
     score: Callable[[Parameters, Packed], Scores],
     params: Parameters,
@@ -75,10 +104,7 @@ def compare(
     """
     learner = [np.zeros(0, np.float32)] * len(rollouts)
     rerouted = 0.0
-    rows = packing.plan_rows([len(r.tokens) for r in rollouts], row_length)
-    for first in range(0, len(rows), n_rows):
-        part = rows[first : first + n_rows]
-        packed = packing.pack(rollouts, part, n_rows=n_rows, row_length=row_length)
+    for packed in _microbatches(rollouts, n_rows, row_length):
         scores = score(params, packed)
         rerouted += float(scores.rerouted)
         log_p = np.asarray(scores.log_p)
@@ -99,6 +125,64 @@ def compare(
         first=None if first_far is None else _token(rollouts, learner, *first_far),
         rerouted=int(rerouted),
     )
+
+
+def compare_selection(
+    score: Callable[[Parameters, Packed], Scores],
+    params: Parameters,
+    rollouts: Sequence[Rollout],
+    *,
+    n_rows: int,
+    row_length: int,
+) -> Selection:
+    """Select keys with the weights that rollouts were drawn with, and compare them with the sampler's.
+
+    Args:
+        score: `policy.make_score(..., selection=True)`.
+        params: Those weights.
+        rollouts: The rollouts, with selections.
+        n_rows: Rows of a microbatch.
+        row_length: Tokens of a row.
+
+    Returns:
+        The comparison.
+    """
+    found = []
+    for packed in _microbatches(rollouts, n_rows, row_length):
+        selected = np.asarray(score(params, packed).selection)
+        for b, s in np.argwhere(packed.rollout >= 0):
+            mine = selected[:, b, packed.segment_ids[b] == s + 1]
+            theirs = rollouts[int(packed.rollout[b, s])].selection
+            assert theirs is not None, "the sampler was asked for selections"
+            # The first tokens read all their keys, and the last was never run by the sampler.
+            compared = slice(mine.shape[-1], -1)
+            found.append(_count_missing(theirs[:, compared], mine[:, compared]))
+    missing_LT, differ_LT = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
+    return Selection(
+        sets=differ_LT.size,
+        differ=int(differ_LT.sum()),
+        keys=int(missing_LT.sum()),
+        tokens=int(differ_LT.any(axis=0).sum()),
+        by_layer=tuple(int(n) for n in differ_LT.sum(axis=1)),
+    )
+
+
+def _count_missing(theirs_LTK: np.ndarray, mine_LTK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many of their keys are not mine [L, T], and whether the sets differ."""
+    differ = np.any(theirs_LTK != mine_LTK, axis=-1)  # lists in order: equal sets are equal lists
+    missing = np.zeros(differ.shape, np.int64)
+    for place in np.argwhere(differ):
+        at = tuple(place)
+        missing[at] = np.setdiff1d(theirs_LTK[at], [*mine_LTK[at], -1]).size
+    return missing, differ
+
+
+def _microbatches(rollouts: Sequence[Rollout], n_rows: int, row_length: int) -> Iterator[Packed]:
+    """Pack rollouts as the learner would."""
+    rows = packing.plan_rows([len(r.tokens) for r in rollouts], row_length)
+    for first in range(0, len(rows), n_rows):
+        part = rows[first : first + n_rows]
+        yield packing.pack(rollouts, part, n_rows=n_rows, row_length=row_length)
 
 
 def _token(rollouts: Sequence[Rollout], learner: list[np.ndarray], i: int, place: int) -> Token:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from dsv32_jax import compiling
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.parameters import Arrays, Parameters
-from train.optimizer import AdamConfig, Rates, apply_updates, make_optimizer
+from train.optimizer import AdamConfig, Rates, apply_updates, group_norm, make_optimizer
 from train.rl import objective, policy
 from train.rl.objective import Figures, ObjectiveConfig, Responses
 from train.rl.packing import Packed
@@ -32,6 +32,8 @@ class Targets(NamedTuple):
         advantages: float32 [B, S].
         weight: float32 [B, S], see `objective.response_weights`; 0 where there is no rollout.
         kl_strength: float32 [B, S].
+        n_tokens: float32 [], tokens of prompts and responses of the whole minibatch, which the indexers' KL is a mean
+            over, so that packing cannot change it; None where the indexers stay as they are.
     """
 
     log_p_old: Float[Array, "B S O"]
@@ -39,22 +41,25 @@ class Targets(NamedTuple):
     advantages: Float[Array, "B S"]
     weight: Float[Array, "B S"]
     kl_strength: Float[Array, "B S"]
+    n_tokens: Float[Array, ""] | None = None
 
 
 class Sums(NamedTuple):
     """What microbatches add up to.
 
     Attributes:
-        loss: What is minimised.
+        loss: What the policy minimises; the indexers' KL is apart.
         figures: Of the objective.
         entropy: Over tokens, nats.
         rerouted: Expert choices that the gates would have made otherwise.
+        indexer_kl: The indexers' KL over tokens and layers, nats; 0 where they stay as they are.
     """
 
     loss: Float[Array, ""]
     figures: Figures
     entropy: Float[Array, ""]
     rerouted: Float[Array, ""]
+    indexer_kl: Float[Array, ""]
 
 
 def place_by_rollout(values: np.ndarray, packed: Packed) -> np.ndarray:
@@ -64,23 +69,36 @@ def place_by_rollout(values: np.ndarray, packed: Packed) -> np.ndarray:
 
 
 def make_gradients(
-    cfg: ModelConfig, objective_cfg: ObjectiveConfig, *, replay: bool = True, kept: bool = True
+    cfg: ModelConfig,
+    objective_cfg: ObjectiveConfig,
+    *,
+    replay: bool = True,
+    kept: bool = True,
+    indexer_kl: float | None = None,
 ) -> Callable[[Parameters, Packed, Targets], tuple[Arrays, Sums]]:
     """Return the gradient of one microbatch, of what reinforcement learning moves; to be traced under jit.
+
+    The indexers' KL is taken over every token, of prompts too: each one's selection is part of what the policy reads,
+    and the KL, which knows neither rewards nor who drew a token, asks the same of all, as in the sparse stage. A prompt
+    counts once for each of its responses.
 
     Args:
         cfg: The model.
         objective_cfg: What is maximised.
         replay: See `policy.score`.
         kept: See `policy.score`.
+        indexer_kl: Factor on the KL that the indexers train by; None leaves them as they are.
 
     Returns:
         (params, packed, targets) -> (gradients by name, sums); those of microbatches add up to the batch's.
     """
+    trains_indexer = indexer_kl is not None
 
     def loss(moving: Arrays, params: Parameters, packed: Packed, targets: Targets) -> tuple:
         whole = params._replace(weights=params.weights | moving)
-        scores = policy.score(cfg, whole, packed, replay=replay, kept=kept)
+        scores = policy.score(
+            cfg, whole, packed, replay=replay, kept=kept, indexer_loss=trains_indexer
+        )
         responses = Responses(
             logp_old=targets.log_p_old,
             logp_sampler=packed.log_p,
@@ -98,10 +116,14 @@ def make_gradients(
             delta=objective_cfg.off_policy_delta,
         )
         entropy = jnp.sum(jnp.where(packed.mask, scores.entropy, 0.0))
-        return value, Sums(value, figures, entropy, scores.rerouted)
+        sums = Sums(value, figures, entropy, scores.rerouted, scores.indexer_kl)
+        if indexer_kl is None:
+            return value, sums
+        assert targets.n_tokens is not None, "the indexers' KL is a mean over the minibatch"
+        return value + indexer_kl * scores.indexer_kl / targets.n_tokens, sums
 
     def gradients(params: Parameters, packed: Packed, targets: Targets) -> tuple[Arrays, Sums]:
-        moving = trainable(STAGE, params.weights)
+        moving = trainable("rl_indexer" if trains_indexer else STAGE, params.weights)
         return jax.grad(loss, has_aux=True)(moving, params, packed, targets)
 
     return gradients
@@ -116,14 +138,14 @@ def make_update(
         adam: The optimizer.
 
     Returns:
-        (state, gradients, rates) -> (state, norm of the gradients before clipping). A gradient that is not finite
-        leaves parameters and moments as they are, and the norm says so.
+        (state, gradients, rates) -> (state, norm of the gradients before clipping). What has a gradient moves; one that
+        is not finite leaves parameters and moments as they are, and the norm says so.
     """
     optimizer = make_optimizer(adam)
 
     def update(state: TrainState, grads: Arrays, rates: Rates) -> tuple[TrainState, Array]:
         norm = optax.tree.norm(grads)
-        moving = trainable(STAGE, state.parameters.weights)
+        moving = {name: state.parameters.weights[name] for name in grads}
         updates, opt_state = optimizer.update(grads, state.opt_state, moving)
         moved = apply_updates(moving, updates, rates)
         good = jnp.isfinite(norm)
@@ -137,6 +159,20 @@ def make_update(
         return TrainState(params, opt_state, state.step + 1), norm
 
     return update
+
+
+class Norms(NamedTuple):
+    """Norms of a step's gradients before clipping, float32.
+
+    Attributes:
+        whole: Of all.
+        main: Of the main model's, which are clipped apart from the indexers'.
+        indexer: Of the indexers'; 0 where they stay as they are.
+    """
+
+    whole: Float[Array, ""]
+    main: Float[Array, ""]
+    indexer: Float[Array, ""]
 
 
 class Work(NamedTuple):
@@ -162,9 +198,8 @@ def make_step(
     *,
     replay: bool = True,
     kept: bool = True,
-) -> Callable[
-    [TrainState, Parameters | None, Work, Rates], tuple[TrainState, Sums, Float[Array, ""]]
-]:
+    indexer_kl: float | None = None,
+) -> Callable[[TrainState, Parameters | None, Work, Rates], tuple[TrainState, Sums, Norms]]:
     """Return the jitted optimizer step: gradients of the microbatches, added up in float32, and the update.
 
     Args:
@@ -173,17 +208,18 @@ def make_step(
         adam: The optimizer.
         replay: See `policy.score`.
         kept: See `policy.score`.
+        indexer_kl: See `make_gradients`.
 
     Returns:
-        (state, reference or None, work, rates) -> (state, sums, norm of the gradients), see `make_update`; the state is
-        donated. Equal arguments return the same function.
+        (state, reference or None, work, rates) -> (state, sums, norms of the gradients), see `make_update`; the state
+        is donated. Equal arguments return the same function.
     """
-    gradients = make_gradients(cfg, objective_cfg, replay=replay, kept=kept)
+    gradients = make_gradients(cfg, objective_cfg, replay=replay, kept=kept, indexer_kl=indexer_kl)
     update = make_update(adam)
 
     def step(
         state: TrainState, reference: Parameters | None, work: Work, rates: Rates
-    ) -> tuple[TrainState, Sums, Array]:
+    ) -> tuple[TrainState, Sums, Norms]:
         def take(i: Array | int) -> tuple[Packed, Targets]:
             stacked = (work.packed, work.targets)
             return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, False), stacked)
@@ -206,6 +242,7 @@ def make_step(
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         _, (grads, sums) = jax.lax.while_loop(more, add, (jnp.zeros((), jnp.int32), zeros))
         state, norm = update(state, grads, rates)
-        return state, sums, norm
+        main, indexer = (group_norm(grads, group) for group in ("main", "indexer"))
+        return state, sums, Norms(norm, main, indexer)
 
     return jax.jit(step, donate_argnums=0, compiler_options=compiling.compiler_options())

@@ -30,7 +30,6 @@ from train.metrics import MetricsConfig, RunMetrics
 from train.optimizer import make_optimizer
 from train.rl import agreement, pending, policy
 from train.rl.groups import Group
-from train.rl.learner import STAGE
 from train.rl.settings import RlConfig
 from train.rl.trainer import Drawn, Learner, Sampler, Tasks
 from train.signals import StopOnSignal
@@ -196,6 +195,7 @@ class Run:
             logger.info("resumed at step %d", step)
         self._sampler.push(state.parameters, step)
         self._check_agreement(state.parameters)
+        self._count_selection(state.parameters)
         if step == 0:
             before = self._evaluate()
             self._figures |= {f"{name}/before": value for name, value in before.items()}
@@ -204,8 +204,9 @@ class Run:
 
     def _create(self, params: Parameters) -> RlState:
         adam = self._setting.rl.learner.optimizer.adam
-        layout = states.shardings(self._setting.model, make_optimizer(adam), STAGE, self._mesh)
-        fresh = states.create(params, make_optimizer(adam), STAGE, layout)
+        stage = self._setting.rl.learner.stage
+        layout = states.shardings(self._setting.model, make_optimizer(adam), stage, self._mesh)
+        fresh = states.create(params, make_optimizer(adam), stage, layout)
         return RlState(*fresh, self._copy(params))
 
     def _copy(self, params: Parameters) -> Any:
@@ -273,6 +274,28 @@ class Run:
         self._figures["gate/ratio_mean"] = found.ratio_mean
         self._figures["gate/largest_difference"] = found.largest
 
+    def _count_selection(self, params: Parameters) -> None:
+        """Count what sampler and learner select otherwise on fresh responses; it is told, and stops nothing."""
+        rl, gate, topk = self._setting.rl, self._setting.rl.gate, self._setting.model.indexer.topk
+        if not gate.selection:
+            return
+        longest = rl.rollouts.max_len - 1  # the sampler does not run a response's last token
+        if longest <= topk:
+            logger.info("selection: top %d of %d keys is all, nothing to compare", topk, longest)
+            return
+        asked = [self._setting.held_out.ask(i) for i in range(gate.prompts)]
+        how = {"replay": rl.learner.keep_routing, "kept": rl.learner.keep_sampling_mask}
+        found = agreement.compare_selection(
+            policy.make_score(self._setting.model, **how, selection=True),
+            params,
+            self._sampler.respond(asked, selection=True),
+            n_rows=rl.learner.rows,
+            row_length=rl.learner.row_length,
+        )
+        logger.info("%s", found.describe())
+        for name in ("sets", "differ", "keys"):
+            self._figures[f"gate/selection_{name}"] = float(getattr(found, name))
+
     def _evaluate(self) -> dict[str, float]:
         """Return the share of held-out tasks that one response each gets wholly right, over all and by source.
 
@@ -329,7 +352,7 @@ class Run:
             "pending": digest,
             "pending_figures": [figures for _, figures in self._queue],
         }
-        meta = {"stage": STAGE, "figures": self._figures, "rl_step": step}
+        meta = {"stage": self._setting.rl.learner.stage, "figures": self._figures, "rl_step": step}
         self._checkpoints.save(step, state, data_state=data_state, meta=meta, force=True)
         self._remove_old_pending(step)
 
@@ -342,10 +365,16 @@ class Run:
 
     def _restore(self) -> tuple[RlState, int] | None:
         cfg, adam = self._setting.model, self._setting.rl.learner.optimizer.adam
-        optimizer = make_optimizer(adam)
+        optimizer, stage = make_optimizer(adam), self._setting.rl.learner.stage
+        newest = self._checkpoints.newest_meta()
+        if newest is not None and newest[1]["stage"] != stage:
+            raise ValueError(
+                f"{self._folder} holds the stage {newest[1]['stage']}, not {stage}: learner.optimizer.indexer must be"
+                " given, or not, from a run's first step on"
+            )
         shapes = states.on_devices(
-            states.abstract(cfg, optimizer, STAGE),
-            states.shardings(cfg, optimizer, STAGE, self._mesh),
+            states.abstract(cfg, optimizer, stage),
+            states.shardings(cfg, optimizer, stage, self._mesh),
         )
         reference: Any = {}
         if self._learner.uses_reference:

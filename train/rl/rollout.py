@@ -37,6 +37,8 @@ class Rollout:
         temperature: That the logits were divided by.
         reason: "stop" or "length".
         version: Of the weights, in updates of the learner.
+        selection: [layers, N, K], positions of the keys that each token selected in each layer, ascending, then -1; -1
+            for the last token; None if not kept. It is there to be compared, and no file keeps it.
     """
 
     tokens: Int[np.ndarray, " N"]
@@ -47,6 +49,7 @@ class Rollout:
     temperature: float
     reason: FinishReason
     version: int
+    selection: Integer[np.ndarray, "layers N K"] | None = None
 
     @property
     def n_drawn(self) -> int:
@@ -134,4 +137,5 @@ def _finished(draft: _Draft, event: FinishEvent, version: int) -> Rollout:
         temperature=draft.params.temperature,
         reason=event.reason,
         version=version,
+        selection=event.selection,
     )

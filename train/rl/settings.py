@@ -9,6 +9,7 @@ from dsv32_jax.generate.sampling import SamplingParams
 from dsv32_jax.sharding import MeshConfig
 from train.optimizer import OptimizerConfig
 from train.rl.objective import ObjectiveConfig
+from train.stage import Stage
 
 RatioAgainst = Literal["sampler", "learner"]
 
@@ -99,7 +100,10 @@ class LearnerConfig:
 
     Attributes:
         objective: What is maximised.
-        optimizer: Learning rate of the main model, and AdamW; none of the indexers, which are fixed.
+        optimizer: Learning rate of the main model, and AdamW. With one of the indexers too they train by their KL as in
+            the sparse stage; without it they stay as they are, bit for bit, and have no moments.
+        indexer_kl: Factor on that KL, a mean over the tokens of prompts and responses, summed over layers; unused where
+            the indexers stay as they are.
         minibatches: Optimizer steps that a step's groups are dealt out to.
         rows: Rows of a microbatch.
         row_length: Tokens of a row, at least the longest prompt and response.
@@ -112,6 +116,7 @@ class LearnerConfig:
 
     objective: ObjectiveConfig
     optimizer: OptimizerConfig
+    indexer_kl: float = 1.0
     minibatches: int = 1
     rows: int
     row_length: int
@@ -130,10 +135,12 @@ class LearnerConfig:
             self.optimizer.main is not None,
             "learner.optimizer.main must be given: the policy trains",
         )
-        require(
-            self.optimizer.indexer is None,
-            "learner.optimizer.indexer must not be given: the indexers are fixed",
-        )
+        require(self.indexer_kl > 0, f"indexer_kl={self.indexer_kl} must be positive")
+
+    @property
+    def stage(self) -> Stage:
+        """What trains."""
+        return "rl" if self.optimizer.indexer is None else "rl_indexer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +151,16 @@ class GateConfig:
         prompts: Prompts whose responses are compared.
         tolerance: Nats by which a token's log-probabilities may differ.
         share: Of the tokens, that may differ by more: rounding may flip a key at the edge of the selection.
+        selection: Also count the keys that the learner selects otherwise than the sampler, on a second response to each
+            prompt, unless the top-k covers them all. For as long the sampler's cache keeps every selection, see
+            `CacheConfig.keep_selection`, and each is copied to the host; its steps are compiled once more. So only
+            here, at a run's start and where it is resumed: in training steps a difference shows in the ratio.
     """
 
     prompts: int
     tolerance: float
     share: float = 0.0
+    selection: bool = True
 
     def __post_init__(self) -> None:
         """Check ranges."""

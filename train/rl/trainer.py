@@ -21,10 +21,11 @@ from train.optimizer import rates_at
 from train.rl import groups as grouping
 from train.rl import learner, packing, policy, rollout
 from train.rl.groups import Group
-from train.rl.learner import Sums, Targets, Work
+from train.rl.learner import Norms, Sums, Targets, Work
 from train.rl.rewards import Scored, summarise
 from train.rl.rollout import Rollout
 from train.rl.settings import LearnerConfig, RolloutConfig
+from train.stage import INDEXER_TRAINS
 from train.state import TrainState
 
 MAX_TRIES = 100  # tasks looked at for each that fits
@@ -206,8 +207,17 @@ class Sampler:
             f" max_prompt_tokens={self._rollouts.max_prompt_tokens} tokens"
         )
 
-    def respond(self, asked: Sequence[Asked]) -> list[Rollout]:
-        """Draw one response to each task; seeds follow from the run's, the weights' version and the place."""
+    def respond(self, asked: Sequence[Asked], *, selection: bool = False) -> list[Rollout]:
+        """Draw one response to each task; seeds follow from the run's, the weights' version and the place.
+
+        Args:
+            asked: The tasks.
+            selection: Have the keys that each token selected reported too, at the cost of
+                `Engine.report_selection`, until the next call without.
+
+        Returns:
+            A response to each.
+        """
         assert self._engine is not None, "weights come first"
         sequence = np.random.SeedSequence([self._seed, self._version, self.next_task])
         seeds = sequence.generate_state(len(asked), np.uint32)
@@ -215,7 +225,7 @@ class Sampler:
             (task.prompt, self._rollouts.params(seed=int(seed)))
             for task, seed in zip(asked, seeds, strict=True)
         ]
-        self._engine.forget()  # a resumed run draws the same
+        self._engine.report_selection(selection)  # also forgets: a resumed run draws the same
         found = dict(rollout.sample(self._engine, requests, version=self._version))
         return [found[i] for i in range(len(asked))]
 
@@ -271,7 +281,14 @@ class Learner:
         self._settings, self._kl_strength, self._max_tokens = settings, kl_strength, max_tokens
         how = {"replay": settings.keep_routing, "kept": settings.keep_sampling_mask}
         self._score = policy.make_score(cfg, **how)
-        self._step = learner.make_step(cfg, settings.objective, settings.optimizer.adam, **how)
+        self._trains_indexer = settings.stage in INDEXER_TRAINS
+        self._step = learner.make_step(
+            cfg,
+            settings.objective,
+            settings.optimizer.adam,
+            **how,
+            indexer_kl=settings.indexer_kl if self._trains_indexer else None,
+        )
 
     @property
     def uses_reference(self) -> bool:
@@ -304,24 +321,31 @@ class Learner:
             for part in grouping.split_minibatches(groups, self._settings.minibatches)
         ]
         total: Sums | None = None
-        norms: list[float] = []
+        norms: list[Norms] = []
         for work in parts:
             state, sums, norm = self._step(state, reference, work, rates)
-            norms.append(float(norm))
-            if not np.isfinite(norms[-1]):
+            if not np.isfinite(norm.whole):
                 raise WorkFailedError(
-                    f"the gradient is {norms[-1]} at step {step + 1}; nothing was learned from it"
+                    f"the gradient is {norm.whole} at step {step + 1}; nothing was learned from it"
                 )
+            norms.append(norm)
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
         assert total is not None, "a step has a group"
         seconds = time.monotonic() - began
-        return state, _figures(total, len(parts)) | {
-            "grad_norm": float(np.mean(norms)),
+        n_tokens = sum(len(r.tokens) for g in groups for r in g.rollouts)
+        values = _figures(total, len(parts)) | {
+            "grad_norm": float(np.mean([norm.main for norm in norms])),
             "lr": float(rates.main),
             "seconds/train": seconds,
-            "tokens_per_s/train": sum(len(r.tokens) for g in groups for r in g.rollouts)
-            / max(seconds, 1e-9),
+            "tokens_per_s/train": n_tokens / max(seconds, 1e-9),
         }
+        if self._trains_indexer:
+            values |= {
+                "indexer_kl": float(total.indexer_kl) / n_tokens,
+                "indexer_lr": float(rates.indexer),
+                "indexer_grad_norm": float(np.mean([norm.indexer for norm in norms])),
+            }
+        return state, values
 
     def _work(self, params: Parameters, groups: Sequence[Group]) -> Work:
         """Lay a minibatch out as stacked microbatches on the mesh."""
@@ -352,7 +376,10 @@ class Learner:
             used = (jax.tree.map(lambda x, i=i: x[i], packed) for i in range(n_microbatches))
             found = [self._score(params, micro).log_p for micro in used]
             log_p_old = jnp.stack(found + found[:1] * (stacked - n_microbatches))
-        targets = Targets(log_p_old, None, advantages, weight, strength)
+        n_tokens = None
+        if self._trains_indexer:
+            n_tokens = jnp.full(stacked, sum(len(r.tokens) for r in lessons.rollouts), jnp.float32)
+        targets = Targets(log_p_old, None, advantages, weight, strength, n_tokens)
         return Work(packed, targets, np.int32(n_microbatches))
 
 

@@ -1,6 +1,7 @@
 """Run by test_sharded_engine.py in a process of its own with 8 devices: what a mesh draws, and what one device does.
 
-Reads a list of meshes as JSON; prints for each a line of JSON with the tokens of both and the spread of the cache.
+Reads a list of meshes as JSON; prints for each a line of JSON with the tokens of both, the keys they selected, and the
+spread of the cache.
 """
 
 import dataclasses
@@ -17,11 +18,13 @@ from dsv32_jax.generate.engine import Engine
 from dsv32_jax.generate.protocol import EngineConfig, TokenEvent
 from dsv32_jax.generate.sampling import SamplingParams
 
-ENGINE = EngineConfig(n_slots=4, max_len=32, cache=CacheConfig(n_pages=32, page_size=4))
+ENGINE = EngineConfig(
+    n_slots=4, max_len=32, cache=CacheConfig(n_pages=32, page_size=4, keep_selection=True)
+)
 
 
 def complete(cfg, arrays, mesh, speculative, chunk):
-    """Return the tokens of three requests, and over how many devices the cache lies."""
+    """Return the tokens and selections of three requests, and over how many devices the cache lies."""
     with jax.set_mesh(mesh):
         placed = jax.device_put(arrays, parameters.shardings(cfg, mesh))
         model = parameters.assemble(cfg, placed)
@@ -33,12 +36,15 @@ def complete(cfg, arrays, mesh, speculative, chunk):
             engine.submit(prompt, SamplingParams(max_tokens=8, seed=i))
             for i, prompt in enumerate(prompts)
         ]
-        tokens = {number: [] for number in numbers}
+        tokens, selections = {number: [] for number in numbers}, dict.fromkeys(numbers)
         for event in engine.run():
             if isinstance(event, TokenEvent):
                 tokens[event.request].append(event.token)
+            else:
+                selections[event.request] = event.selection.tolist()
         shard = engine._cache[0].latent.addressable_shards[0].data
-        return list(tokens.values()), engine._cache[0].latent.size // shard.size
+        found = {"tokens": list(tokens.values()), "selections": list(selections.values())}
+        return found, engine._cache[0].latent.size // shard.size
 
 
 def main():

@@ -189,6 +189,69 @@ def test_experts_are_reported_for_every_token_but_the_last(model, cfg, routed):
     np.testing.assert_array_equal(finish.experts[:, :-1], routed([prompt + tokens[:-1]]))
 
 
+@pytest.fixture(scope="module")
+def best_keys(model, cfg):
+    """Return the keys [L, T, K] that score best for each token of a text, ascending, then -1."""
+
+    def score(text):
+        run = jax.jit(lambda m, t: m(t, probe=lambda tensors: tensors.index))
+        output = run(model, jnp.asarray([text], jnp.int32))
+        parts = zip(output.dense.probe, output.moe.probe, strict=True)
+        q, k, w = (np.concatenate(part)[:, 0] for part in parts)
+        heads = np.maximum(np.einsum("ltjx,lsx->ltjs", q, k), 0)
+        return np.einsum("ltj,ltjs->lts", w, heads)
+
+    def choose(text):
+        scores = score(text)
+        keys = np.full((*scores.shape[:2], cfg.indexer.topk), -1)
+        for layer, t in np.ndindex(*scores.shape[:2]):
+            best = np.argsort(-scores[layer, t, : t + 1], kind="stable")[: cfg.indexer.topk]
+            keys[layer, t, : len(best)] = np.sort(best)
+        return keys
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"prefill_chunk": 10}, {"prefill_chunk": 6}, {"prefill_chunk": 10, "speculative": True}],
+    ids=["masked", "rows", "drafts"],
+)
+def test_selected_keys_are_reported_for_every_token_but_the_last(model, cfg, best_keys, how):
+    begin = prompts_of(cfg, [21])[0]
+    engine = make(model, cache={"keep_selection": True}, reuse_prefixes=True, **how)
+
+    for i in range(2):  # the second reads the first one's pages
+        prompt = [*begin, i]
+        tokens, _, finish = complete(engine, [(prompt, SamplingParams(max_tokens=6, seed=i))])[0]
+
+        assert finish.selection.shape == (cfg.n_layers, 28, cfg.indexer.topk)
+        assert (finish.selection[:, -1] == -1).all()
+        np.testing.assert_array_equal(finish.selection[:, :-1], best_keys(prompt + tokens[:-1]))
+    assert engine.stats.reused_tokens == 20
+
+
+def test_selections_are_reported_while_they_are_asked_for(model, requests, alone):
+    engine = make(model)
+    found = []
+    for on in (False, True, False, True):
+        engine.report_selection(on)
+        found.append(complete(engine, [requests[1]])[0])
+
+    assert [finish.selection is not None for _, _, finish in found] == [False, True] * 2
+    assert [tokens for tokens, _, _ in found] == [alone[1][0]] * 4
+    engine.submit(*requests[0])
+    with pytest.raises(RuntimeError, match="no request"):
+        engine.report_selection(False)
+
+
+def test_a_dense_mode_has_no_selection_to_report():
+    with pytest.raises(ValueError, match="keep_selection=True needs mode='sparse'"):
+        dataclasses.replace(
+            CFG, mode="dense", cache=dataclasses.replace(CACHE, keep_selection=True)
+        )
+
+
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [([], "no token"), ([97], "token 97 .* is not in"), ([-1], "token -1"), ([0] * 48, "no room")],

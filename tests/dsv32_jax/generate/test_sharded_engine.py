@@ -34,13 +34,14 @@ def run(cases):
 
 def check(cases):
     for (sizes, *_), result in zip(cases, run(cases), strict=True):
-        assert [len(tokens) for tokens in result["found"]] == [8, 8, 8]
+        assert [len(tokens) for tokens in result["found"]["tokens"]] == [8, 8, 8]
+        assert [len(layers[0]) for layers in result["found"]["selections"]] == [11, 25, 18]
         assert result["found"] == result["expected"], sizes
         shards = sizes.get("data", 1) * sizes.get("fsdp", 1) * sizes.get("expert", 1)
         assert result["spread"] == shards, sizes
 
 
-def test_a_mesh_draws_the_tokens_of_one_device_and_spreads_the_cache():
+def test_a_mesh_draws_the_tokens_of_one_device_selects_its_keys_and_spreads_the_cache():
     check(CASES)
 
 

@@ -55,3 +55,66 @@ def test_a_sampler_that_forgot_its_kept_sets_is_stopped(cfg, params, rollouts):
     assert found.ratio_mean < 0.97  # the learner's mass lies on tokens that were cut off too
     with pytest.raises(WorkFailedError, match="sampler and learner disagree"):
         agreement.require_agreement(found, tolerance=TOLERANCE, share=0.05)
+
+
+@pytest.fixture(scope="module")
+def watched(make_engine, params):
+    """Responses with selections: of 3 to 26 tokens, where a token selects 8."""
+    engine = make_engine(params, prefill_chunk=10)
+    engine.report_selection(True)
+    prompts = [list(range(1, 2 + n)) for n in (2, 12, 19)]
+    requests = [
+        (p, SamplingParams(top_p=0.9, seed=i, max_tokens=4 + i)) for i, p in enumerate(prompts)
+    ]
+    found = dict(rollout.sample(engine, requests, version=0))
+    return [found[i] for i in range(3)]
+
+
+WATCHED_ROWS = {"n_rows": 1, "row_length": 48}  # the two long ones share a row
+
+
+@pytest.mark.parametrize("masked_max_len", [48, 1])  # attention in its two forms
+def test_a_learner_with_the_same_weights_selects_the_same_keys(
+    cfg, params, watched, masked_max_len
+):
+    mla = dataclasses.replace(cfg.mla, masked_max_len=masked_max_len)
+    score = policy.make_score(dataclasses.replace(cfg, mla=mla), selection=True)
+
+    found = agreement.compare_selection(score, params, watched, **WATCHED_ROWS)
+
+    # All but the last token of a response, from the ninth on.
+    n_tokens = sum(max(len(r.tokens) - 1 - cfg.indexer.topk, 0) for r in watched)
+    assert n_tokens > 20
+    assert found == agreement.Selection(cfg.n_layers * n_tokens, 0, 0, 0, (0,) * cfg.n_layers)
+    assert found.describe() == f"selection: 0 of {3 * n_tokens} sets differ, 0 keys"
+
+
+def test_keys_that_an_indexer_with_other_weights_selects_are_counted(cfg, params, watched):
+    name = "moe_layers.attn.indexer.weights_proj"
+    silent = (
+        params.weights[name].at[-1].set(0.0)
+    )  # all scores tie: the last layer takes its first keys
+    other = params._replace(weights=params.weights | {name: silent})
+
+    found = agreement.compare_selection(
+        policy.make_score(cfg, selection=True), other, watched, **WATCHED_ROWS
+    )
+
+    late = np.concatenate([r.selection[-1, 8:-1] >= 8 for r in watched])  # [tokens, keys]
+    n_differ = int(late.any(axis=1).sum())
+    assert found.differ == found.tokens == n_differ > 20
+    assert found.by_layer == (0, 0, n_differ)
+    assert found.keys == late.sum() > n_differ
+    assert found.describe().endswith(f"{late.sum()} keys, of {n_differ} tokens, from layer 2 on")
+
+
+def test_where_a_token_reads_all_its_keys_nothing_is_compared(cfg, params, watched):
+    short = watched[:1]
+    assert len(short[0].tokens) <= cfg.indexer.topk
+
+    found = agreement.compare_selection(
+        policy.make_score(cfg, selection=True), params, short, **WATCHED_ROWS
+    )
+
+    assert found.sets == 0
+    assert "nothing to compare" in found.describe()

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,10 +8,13 @@ import pytest
 from dsv32_jax import parameters
 from dsv32_jax.generate.sampling import SamplingParams
 from train import state as states
+from train import step
+from train.losses import Batch
 from train.optimizer import AdamConfig, Rates, make_optimizer
 from train.rl import learner, packing, policy, rollout
 from train.rl.learner import Targets, Work
 from train.rl.objective import ObjectiveConfig
+from train.rl.rollout import Rollout
 
 ROW = 32
 ADAM = AdamConfig(weight_decay=0.1, indexer_weight_decay=0.1)
@@ -27,12 +32,17 @@ def rollouts(make_engine, params):
     return [found[i] for i in range(len(prompts))]
 
 
-def targets_of(packed, advantages, weight):
+def targets_of(packed, advantages, weight, n_tokens=1):
     def place(x):
         return jnp.asarray(learner.place_by_rollout(np.asarray(x), packed))
 
     return Targets(
-        jnp.asarray(packed.log_p), None, place(advantages), place(weight), place(0 * weight)
+        jnp.asarray(packed.log_p),
+        None,
+        place(advantages),
+        place(weight),
+        place(0 * weight),
+        jnp.float32(n_tokens),
     )
 
 
@@ -49,17 +59,19 @@ def state(cfg, params, mesh):
 
 def test_microbatches_add_up_to_the_batchs_gradient(cfg, params, rollouts):
     advantages, weight = np.asarray([1.0, -0.5, 0.7, -2.0]), np.asarray([0.4, 0.3, 0.2, 0.1])
-    run = jax.jit(learner.make_gradients(cfg, OBJECTIVE))
+    n_tokens = sum(len(r.tokens) for r in rollouts)
+    run = jax.jit(learner.make_gradients(cfg, OBJECTIVE, indexer_kl=0.75))
 
     def gradients(rows):
         packed = pack(rollouts, rows, 2)
-        return run(params, packed, targets_of(packed, advantages, weight))
+        return run(params, packed, targets_of(packed, advantages, weight, n_tokens))
 
     whole, sums = gradients([[0, 1], [2, 3]])
     parts = [gradients([[3]]), gradients([[1, 2], [0]])]
 
     added, added_sums = jax.tree.map(jnp.add, *parts)
     assert sums.figures.responses == 4
+    assert any(parameters.is_indexer(name) and np.any(g) for name, g in whole.items())
     for name, want in whole.items():
         scale = np.abs(want).max()
         np.testing.assert_allclose(added[name], want, atol=1e-4 * scale + 1e-7, err_msg=name)
@@ -113,7 +125,7 @@ def test_a_step_over_stacked_microbatches_adds_them_up_and_skips_padding(
     found, found_sums, found_norm = run(state, other, Work(packed, targets, np.int32(3)), RATES)
 
     assert sums.figures.kl > 0
-    np.testing.assert_allclose(found_norm, norm, rtol=1e-4)
+    np.testing.assert_allclose(found_norm.whole, norm, rtol=1e-4)
     for got, want in zip(jax.tree.leaves(found_sums), jax.tree.leaves(sums), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     for name, want in after.parameters.weights.items():
@@ -174,3 +186,67 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_told(state):
         jax.tree.leaves((after.parameters, after.opt_state)), jax.tree.leaves(before), strict=True
     ):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.fixture(scope="module")
+def written(one_layer):
+    """Three responses that no engine drew, two of them in one row."""
+    rng = np.random.default_rng(0)
+    shapes = ((5, 9), (3, 6), (7, 4))
+    rollouts = [
+        Rollout(
+            tokens=rng.integers(0, one_layer.vocab_size, size=n + m).astype(np.int32), n_prompt=n,
+            log_p=np.full(m, -3.0, np.float32), kept=None, experts=None, temperature=1.0,
+            reason="stop", version=0,
+        )
+        for n, m in shapes
+    ]  # fmt: skip
+    return packing.pack(rollouts, [[0, 1], [2]], n_rows=2, row_length=24)
+
+
+def test_the_indexers_have_the_sparse_stages_gradient_and_the_rest_the_policys(
+    one_layer, one_layer_parameters, written
+):
+    params = jax.tree.map(jnp.asarray, one_layer_parameters)
+    targets = targets_of(written, np.asarray([1.0, -0.5, 0.7]), np.full(3, 0.3), 14 + 9 + 11)
+    only_kl = step.LossConfig(mtp=None, balance=None, bias_rate=None, kl=0.75)
+    batch = Batch(jnp.asarray(written.tokens), jnp.asarray(written.segment_ids))
+    sparse, of_sparse, _ = jax.jit(
+        lambda p: step.gradients(one_layer, only_kl, "sparse", p, batch, 1)
+    )(params)
+    policys, of_policy = learner.make_gradients(one_layer, OBJECTIVE)(params, written, targets)
+
+    grads, sums = learner.make_gradients(one_layer, OBJECTIVE, indexer_kl=0.75)(
+        params, written, targets
+    )
+
+    indexers = {n for n in grads if parameters.is_indexer(n)}
+    assert indexers == {n for n in sparse if parameters.is_indexer(n) and not n.startswith("mtp.")}
+    assert policys.keys() == grads.keys() - indexers
+    for name, got in grads.items():
+        want = sparse[name] if name in indexers else policys[name]
+        scale = np.abs(want).max()
+        assert scale > 0, name
+        np.testing.assert_allclose(got, want, atol=1e-5 * scale, rtol=1e-4, err_msg=name)
+    np.testing.assert_allclose(sums.indexer_kl, of_sparse.kl, rtol=1e-5)
+    np.testing.assert_allclose(sums.loss, of_policy.loss, rtol=1e-5)
+    assert of_policy.indexer_kl == 0
+
+
+@pytest.mark.parametrize("masked_max_len", [24, 1])  # attention in its two forms
+def test_no_gradient_of_the_policy_reaches_the_indexers(
+    one_layer, one_layer_parameters, written, masked_max_len
+):
+    mla = dataclasses.replace(one_layer.mla, masked_max_len=masked_max_len)
+    cfg = dataclasses.replace(one_layer, mla=mla)
+    params, packed = jax.tree.map(jnp.asarray, (one_layer_parameters, written))
+
+    def log_p(weights):
+        scores = policy.score(cfg, params._replace(weights=weights), packed, indexer_loss=True)
+        return jnp.sum(jnp.where(written.mask, scores.log_p, 0.0))
+
+    grads = jax.jit(jax.grad(log_p))(params.weights)
+
+    for name, grad in grads.items():
+        moves = not parameters.is_indexer(name) and not name.startswith("mtp.")
+        assert bool(np.any(grad)) == moves, name

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -27,7 +28,7 @@ RL = RlConfig(
         optimizer=OptimizerConfig(main=Schedule(peak=5e-3), adam=AdamConfig(weight_decay=0.0)),
         rows=4, row_length=16, reference_every=3,
     ),
-    gate=GateConfig(prompts=3, tolerance=1e-3),
+    gate=GateConfig(prompts=3, tolerance=1e-3, selection=False),
     evaluate_every=2, evaluate_tasks=5, samples_every=2,
 )  # fmt: skip
 
@@ -122,6 +123,61 @@ def test_drawing_beside_the_learner_changes_nothing(tmp_path, setting, start, me
     assert [[row[n] for n in names] for row in rows(together)] == [
         [row[n] for n in names] for row in rows(apart)
     ]
+
+
+def test_a_run_that_trains_its_indexers_goes_on_as_if_never_stopped_and_only_so(
+    tmp_path, setting, one_layer, one_layer_parameters, mesh
+):
+    optimizer = dataclasses.replace(RL.learner.optimizer, indexer=Schedule(peak=5e-3))
+    rl = dataclasses.replace(
+        RL,
+        steps=2,
+        learner=dataclasses.replace(RL.learner, optimizer=optimizer),
+        gate=dataclasses.replace(RL.gate, selection=True),
+    )
+    half = one_layer.vocab_size // 2
+    small = setting._replace(
+        model=one_layer, rl=rl, tasks=Low(half), held_out=Low(half, first=10**6)
+    )
+
+    def start():
+        return jax.tree.map(jax.numpy.asarray, one_layer_parameters)
+
+    whole, half_done = tmp_path / "whole", tmp_path / "half_done"
+    whole.mkdir()
+    figures = loop.Run(small, whole, mesh).run(start, StopOnSignal())
+    shutil.copytree(whole, half_done)
+    shutil.rmtree(half_done / "checkpoints" / "2")
+    loop.Run(small, half_done, mesh).run(lambda: pytest.fail("starts anew"), StopOnSignal())
+
+    (_, mine), (_, other) = (final_arrays(f, small, mesh) for f in (half_done, whole))
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+    name = "moe_layers.attn.indexer.wk"
+    assert not np.array_equal(mine.parameters.weights[name], one_layer_parameters.weights[name])
+    kl = [row["indexer_kl"] for row in rows(whole)]
+    assert kl == [row["indexer_kl"] for row in rows(half_done)]
+    assert len(kl) == 2
+    assert figures["gate/selection_sets"] > 0
+    assert figures["gate/selection_differ"] == figures["gate/selection_keys"] == 0
+    with pytest.raises(ValueError, match=r"holds the stage rl_indexer, not rl: .* first step on"):
+        loop.Run(small._replace(rl=dataclasses.replace(RL, steps=3)), half_done, mesh).run(
+            start, StopOnSignal()
+        )
+
+
+def test_a_selection_that_covers_every_key_is_not_compared(tmp_path, setting, params, mesh, caplog):
+    model = setting.model
+    wide = dataclasses.replace(model, indexer=dataclasses.replace(model.indexer, topk=9))
+    gate = dataclasses.replace(RL.gate, selection=True)
+    run = loop.Run(
+        setting._replace(model=wide, rl=dataclasses.replace(RL, gate=gate)), tmp_path, mesh
+    )
+
+    with caplog.at_level("INFO"):
+        run._count_selection(params)  # which nothing is drawn with
+
+    assert "selection: top 9 of 9 keys is all, nothing to compare" in caplog.text
 
 
 def test_pending_responses_that_were_changed_are_not_learned_from(tmp_path, setting, start, mesh):

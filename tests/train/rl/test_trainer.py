@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from dsv32_jax import parameters
 from dsv32_jax.errors import WorkFailedError
 from train import state as states
 from train.optimizer import AdamConfig, OptimizerConfig, Schedule, make_optimizer
@@ -18,7 +19,9 @@ ROLLOUTS = RolloutConfig(
 )
 LEARNER = LearnerConfig(
     objective=ObjectiveConfig(kl_strength=0.01, off_policy_delta=0.5),
-    optimizer=OptimizerConfig(main=Schedule(peak=5e-3), adam=AdamConfig(weight_decay=0.0)),
+    optimizer=OptimizerConfig(
+        main=Schedule(peak=5e-3), adam=AdamConfig(weight_decay=0.0, indexer_weight_decay=0.1)
+    ),
     rows=4,
     row_length=32,
 )
@@ -45,12 +48,20 @@ class Low:
         return [Scored(reward, {}, "raised" if reward is None else None) for reward in rewards]
 
 
+@pytest.fixture(scope="module")
+def create(cfg, params, mesh):
+    def create(stage):
+        optimizer = make_optimizer(LEARNER.optimizer.adam)
+        layout = states.shardings(cfg, optimizer, stage, mesh)
+        copy = jax.tree.map(lambda x: x + 0, params)  # the update donates it
+        return states.create(copy, optimizer, stage, layout)
+
+    return create
+
+
 @pytest.fixture
-def state(cfg, params, mesh):
-    adam = LEARNER.optimizer.adam
-    layout = states.shardings(cfg, make_optimizer(adam), "rl", mesh)
-    copy = jax.tree.map(lambda x: x + 0, params)  # the update donates it
-    return states.create(copy, make_optimizer(adam), "rl", layout)
+def state(create):
+    return create("rl")
 
 
 def make_sampler(cfg, params, tasks=None, rollouts=ROLLOUTS):
@@ -153,14 +164,45 @@ def test_a_first_step_has_a_ratio_of_one_and_no_kl(cfg, params, state, drawn):
     assert after.step == 1
 
 
-def test_minibatches_are_steps_of_their_own_from_the_same_old_policy(cfg, params, state, drawn):
+@pytest.fixture(scope="module")
+def three_updates(cfg, params, create, drawn):
     learner = make_learner(cfg, minibatches=3, ratio_against="learner")
+    return learner.step(create("rl"), params, drawn.groups, 0)
 
-    after, figures = learner.step(state, params, drawn.groups, 0)
+
+def test_minibatches_are_steps_of_their_own_from_the_same_old_policy(three_updates):
+    after, figures = three_updates
 
     assert after.step == 3
     # The second and third are off the policy that drew.
     assert 1e-5 < abs(figures["ratio/mean"] - 1) < 0.5
+
+
+def test_indexers_without_a_learning_rate_stay_as_they_are(params, three_updates):
+    after, figures = three_updates
+
+    for name, old in params.weights.items():
+        fixed = parameters.is_indexer(name) or name.startswith("mtp.")
+        assert np.array_equal(after.parameters.weights[name], old) == fixed, name
+    assert not any("indexer" in name for name in figures)
+
+
+def test_indexers_with_a_learning_rate_train_by_a_mean_over_the_minibatchs_tokens(
+    cfg, params, create, drawn
+):
+    optimizer = dataclasses.replace(LEARNER.optimizer, indexer=Schedule(peak=2e-3))
+    learner = make_learner(cfg, optimizer=optimizer, rows=2)
+
+    after, figures = learner.step(create("rl_indexer"), params, drawn.groups, 0)
+    _, of_twice = learner.step(create("rl_indexer"), params, drawn.groups * 2, 0)
+
+    for name, old in params.weights.items():
+        moves = not name.startswith("mtp.")
+        assert np.array_equal(after.parameters.weights[name], old) != moves, name
+    assert figures["indexer_lr"] == np.float32(2e-3)
+    for name in ("indexer_kl", "indexer_grad_norm", "grad_norm"):
+        assert figures[name] > 0.01
+        np.testing.assert_allclose(of_twice[name], figures[name], rtol=1e-3, err_msg=name)
 
 
 def test_a_gradient_that_is_no_number_stops_the_run(cfg, params, state, drawn):
@@ -198,3 +240,8 @@ def test_the_loop_raises_the_reward(cfg, params, state):
         state, _ = learner.step(state, params, found.groups, step)
 
     assert np.mean(rewards[-2:]) > rewards[0] + 0.1
+
+
+def test_a_kl_without_weight_is_refused():
+    with pytest.raises(ValueError, match=r"indexer_kl=0\.0 must be positive"):
+        dataclasses.replace(LEARNER, indexer_kl=0.0)
