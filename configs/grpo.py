@@ -17,7 +17,7 @@ from train.rl.settings import GateConfig, LearnerConfig, RlConfig, RolloutConfig
 from train.rl.task_source import TaskConfig
 from train.run_config import StageConfig
 
-DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 280, 60, 40
+DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 700, 60, 40
 STEPS = 60
 
 
@@ -44,19 +44,22 @@ def get_config() -> GrpoConfig:
                     name="number_sequence",
                     settings=(("max_complexity", 1), ("min_value", 0), ("max_value", 9)),
                 ),
-                Family(name="spell_backward", settings=(("max_word_len", 4),)),
+                Family(name="spell_backward", weight=2.0, settings=(("max_word_len", 3),)),
             ),
             held_out=32,
         ),
         rewards=RewardConfig(style="plain"),
         cold_start=ColdStartConfig(
-            examples=12000,
+            examples=30000,
+            wrong_share=0.6,
             seq_len=256,
             batch_size=8,
             dense=StageConfig(
                 steps=DENSE_STEPS,
                 optimizer=OptimizerConfig(
-                    main=Schedule(peak=3e-3, warmup_steps=50, decay_steps=350, final=3e-4)
+                    main=Schedule(
+                        peak=3e-3, warmup_steps=50, decay_steps=DENSE_STEPS - 50, final=3e-4
+                    )
                 ),
             ),
             warmup=StageConfig(

@@ -105,10 +105,11 @@ def test_a_step_over_stacked_microbatches_adds_them_up_and_skips_padding(
     packed.log_p[3], packed.mask[3] = np.nan, True  # the fourth is padding: nobody reads it
     packed = packing.stack(packed, 4)
     targets = targets_of(packed, advantages, weight)._replace(kl_strength=jnp.ones((4, 1, 2)))
+    targets = targets._replace(n_tokens=jnp.full(len(packed.tokens), 50.0))
     other = jax.tree.map(lambda x: 1.1 * x, params)
     score, gradients, update = (
         policy.make_score(one_layer),
-        jax.jit(learner.make_gradients(one_layer, OBJECTIVE)),
+        jax.jit(learner.make_gradients(one_layer, OBJECTIVE, indexer_kl=0.75)),
         jax.jit(learner.make_update(ADAM)),
     )
     parts = []
@@ -117,14 +118,23 @@ def test_a_step_over_stacked_microbatches_adds_them_up_and_skips_padding(
         told = told._replace(log_p_ref=score(other, micro).log_p)
         parts.append(gradients(params, micro, told))
     grads, sums = jax.tree.map(lambda *x: sum(x), *parts)
-    layout = states.shardings(one_layer, make_optimizer(ADAM), "rl", mesh)
-    after, norm = update(states.create(params, make_optimizer(ADAM), "rl", layout), grads, RATES)
+    layout = states.shardings(one_layer, make_optimizer(ADAM), "rl_indexer", mesh)
+    after, norm = update(
+        states.create(params, make_optimizer(ADAM), "rl_indexer", layout), grads, RATES
+    )
 
-    state = jax.tree.map(lambda x: x + 0, states.create(params, make_optimizer(ADAM), "rl", layout))
-    run = learner.make_step(one_layer, OBJECTIVE, ADAM)
+    state = jax.tree.map(
+        lambda x: x + 0, states.create(params, make_optimizer(ADAM), "rl_indexer", layout)
+    )
+    run = learner.make_step(one_layer, OBJECTIVE, ADAM, indexer_kl=0.75)
     found, found_sums, found_norm = run(state, other, Work(packed, targets, np.int32(3)), RATES)
 
     assert sums.figures.kl > 0
+    assert sums.indexer_kl > 0
+    assert found_norm.indexer > 0
+    np.testing.assert_allclose(
+        np.hypot(found_norm.main, found_norm.indexer), found_norm.whole, rtol=1e-5
+    )
     np.testing.assert_allclose(found_norm.whole, norm, rtol=1e-4)
     for got, want in zip(jax.tree.leaves(found_sums), jax.tree.leaves(sums), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
@@ -201,7 +211,8 @@ def written(one_layer):
         )
         for n, m in shapes
     ]  # fmt: skip
-    return packing.pack(rollouts, [[0, 1], [2]], n_rows=2, row_length=24)
+    packed = packing.pack(rollouts, [[0, 1], [2]], n_rows=2, row_length=24)
+    return jax.tree.map(jnp.asarray, packed)
 
 
 def test_the_indexers_have_the_sparse_stages_gradient_and_the_rest_the_policys(
