@@ -17,7 +17,7 @@ from train.rl.settings import GateConfig, LearnerConfig, RlConfig, RolloutConfig
 from train.rl.task_source import TaskConfig
 from train.run_config import StageConfig
 
-DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 700, 60, 40
+DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 420, 60, 40
 STEPS = 60
 
 
@@ -44,14 +44,13 @@ def get_config() -> GrpoConfig:
                     name="number_sequence",
                     settings=(("max_complexity", 1), ("min_value", 0), ("max_value", 9)),
                 ),
-                Family(name="spell_backward", weight=2.0, settings=(("max_word_len", 3),)),
+                Family(name="spell_backward", weight=2.0, settings=(("max_word_len", 4),)),
             ),
             held_out=32,
         ),
         rewards=RewardConfig(style="plain"),
         cold_start=ColdStartConfig(
-            examples=30000,
-            wrong_share=0.6,
+            examples=16000,
             seq_len=256,
             batch_size=8,
             dense=StageConfig(
@@ -82,7 +81,7 @@ def get_config() -> GrpoConfig:
             learner=LearnerConfig(
                 objective=ObjectiveConfig(kl_strength=0.001, off_policy_delta=0.1),
                 optimizer=OptimizerConfig(
-                    main=Schedule(peak=5e-4, warmup_steps=5), adam=AdamConfig(weight_decay=0.0)
+                    main=Schedule(peak=2e-4, warmup_steps=5), adam=AdamConfig(weight_decay=0.0)
                 ),
                 minibatches=2,
                 rows=8,

@@ -304,7 +304,7 @@ def _read_rows(
     place = np.zeros(1 << max(n_tokens - 1, 0).bit_length(), np.int32)
     place[:n_tokens] = np.arange(n_tokens)
     rows = np.asarray([*owned, 0], np.int32)[place // page_size] * page_size + place % page_size
-    read = [np.asarray(jnp.take(array, rows, axis=0)) for array in arrays]
+    read = [sharding.to_host(jnp.take(array, rows, axis=0)) for array in arrays]
     return np.stack(read)[:, :n_tokens].astype(np.int32)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -168,6 +168,13 @@ def make_mesh(cfg: MeshConfig, devices: list[Any] | None = None) -> Mesh:
 def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     """Set the context's mesh in a `with` block; None leaves it as it is."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def to_host(x: Any) -> np.ndarray:
+    """Return the values of an array, the same on every process; where it is cut over several, all must ask."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def axis_size(*axes: str) -> int:

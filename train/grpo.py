@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from dsv32_jax import command_line, joining, json_files, progress_line
@@ -150,8 +151,11 @@ def _policy(
         return find_start(cfg, mesh).load
     folder = workdir / "cold_start"
     line = progress_line.ProgressLine(sys.stderr, seconds=cfg.metrics.console_seconds)
-    path = cold_start.write_examples(cfg, source, folder, show=line.show)
+    if command_line.process_index() == 0:
+        cold_start.write_examples(cfg, source, folder, show=line.show)
     line.close()
+    multihost_utils.sync_global_devices("examples of the cold start")
+    path = folder / cold_start.EXAMPLES_FILE
     run = cfg.cold_start_run(str(path))
     pretrain.main(run, folder)
     return lambda: restore_parameters(run, folder, mesh)

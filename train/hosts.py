@@ -1,13 +1,15 @@
 """Agree with the other processes of a run, and say when one is gone."""
 
 import contextlib
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dsv32_jax.errors import OthersMissingError
+from dsv32_jax.errors import OthersMissingError, WorkFailedError
 
 # What a collective or the coordination service says when the process at its other end is gone.
 LOST = ("Gloo", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Connection", "NCCL", "task died")
@@ -18,6 +20,36 @@ def largest(number: int) -> int:
     if jax.process_count() == 1:
         return number
     return int(np.max(multihost_utils.process_allgather(np.int32(number))))
+
+
+def as_process_0(value: Callable[[], Any]) -> Any:
+    """Have process 0 alone compute a value that JSON can hold, and return it on every process.
+
+    Args:
+        value: What to compute.
+
+    Returns:
+        The value.
+
+    Raises:
+        WorkFailedError: On every process, where it raised that on process 0.
+    """
+    if jax.process_count() == 1:
+        return value()
+    answer: dict[str, Any] = {}
+    if jax.process_index() == 0:
+        try:
+            answer = {"value": value()}
+        except WorkFailedError as error:
+            answer = {"error": str(error)}
+    text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    padded = np.zeros(length, np.uint8)
+    padded[: len(text)] = text[:length]
+    found = json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))
+    if "error" in found:
+        raise WorkFailedError(found["error"])
+    return found["value"]
 
 
 @contextlib.contextmanager

@@ -324,7 +324,7 @@ class Engine:
                 table, knobs,
             )  # fmt: skip
             self.stats.drafts += int(uses.sum())
-            self.stats.accepted += int((np.asarray(drawn.n)[uses] == 2).sum())
+            self.stats.accepted += int((sharding.to_host(drawn.n)[uses] == 2).sum())
         return self._collect(by_slot, drawn)
 
     def _compiled(self, step: str, table: np.ndarray) -> Callable[..., Any]:
@@ -345,8 +345,8 @@ class Engine:
 
     def _collect(self, by_row: Sequence[Request | None], drawn: steps.Drawn) -> list[Event]:
         """Hand drawn tokens to their sequences and end those that are done."""
-        token, log_p, n = (np.asarray(x) for x in (drawn.token, drawn.log_p, drawn.n))
-        kept = None if drawn.kept is None else np.asarray(drawn.kept)
+        token, log_p, n = map(sharding.to_host, (drawn.token, drawn.log_p, drawn.n))
+        kept = None if drawn.kept is None else sharding.to_host(drawn.kept)
         events: list[Event] = []
         for row, sequence in enumerate(by_row):
             if sequence is None:

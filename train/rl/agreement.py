@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dsv32_jax import sharding
 from dsv32_jax.errors import WorkFailedError
 from dsv32_jax.parameters import Parameters
 from train.rl import packing
@@ -107,7 +108,7 @@ def compare(
     for packed in _microbatches(rollouts, n_rows, row_length):
         scores = score(params, packed)
         rerouted += float(scores.rerouted)
-        log_p = np.asarray(scores.log_p)
+        log_p = sharding.to_host(scores.log_p)
         for b, s in np.argwhere(packed.rollout >= 0):
             learner[packed.rollout[b, s]] = log_p[b, s][packed.mask[b, s]]
     differences = [
@@ -149,7 +150,7 @@ def compare_selection(
     """
     found = []
     for packed in _microbatches(rollouts, n_rows, row_length):
-        selected = np.asarray(score(params, packed).selection)
+        selected = sharding.to_host(score(params, packed).selection)
         for b, s in np.argwhere(packed.rollout >= 0):
             mine = selected[:, b, packed.segment_ids[b] == s + 1]
             theirs = rollouts[int(packed.rollout[b, s])].selection

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from dsv32_jax import json_files, parameters, sharding
+from dsv32_jax import command_line, json_files, parameters, sharding
 from dsv32_jax.config import ModelConfig
 from dsv32_jax.errors import WorkFailedError
 from dsv32_jax.parameters import Parameters
@@ -345,7 +346,9 @@ class Run:
         digest = None
         if self._queue:
             path = self._pending_path(step)
-            pending.save(path, [groups for groups, _ in self._queue])
+            if command_line.process_index() == 0:
+                pending.save(path, [groups for groups, _ in self._queue])
+            multihost_utils.sync_global_devices("pending responses")
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
         data_state = {
             "next_task": self._sampler.next_task,
@@ -358,6 +361,8 @@ class Run:
 
     def _remove_old_pending(self, step: int) -> None:
         """Remove what belongs to checkpoints that are gone."""
+        if command_line.process_index():
+            return
         kept = {*self._checkpoints.steps(), step}
         for path in self._folder.glob("pending-*.npz"):
             if int(path.stem.removeprefix("pending-")) not in kept:

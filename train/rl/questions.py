@@ -8,6 +8,7 @@ import numpy as np
 from dsv32_jax import encoding
 from dsv32_jax.encoding import markup
 from dsv32_jax.tokenizer import Tokenizer
+from train import hosts
 from train.rl.answer import CLOSE, OPEN, Style
 from train.rl.rewards import Response, Rewarder, Scored
 from train.rl.rollout import Rollout
@@ -100,7 +101,8 @@ class Questions:
             Response(self.text(drawn.response), drawn.n_drawn, cut=drawn.reason == "length")
             for _, drawn in answers
         ]
-        return self._rewarder.score(tasks, responses)
+        scored = hosts.as_process_0(lambda: self._rewarder.score(tasks, responses))
+        return [Scored(*one) for one in scored]
 
     def text(self, tokens: np.ndarray) -> str:
         """Return tokens as text, special ones spelled out."""
