@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import timing
 from attention_cases import GROUPS as ATTENTION
 from kernel_cases import Case, normal
-from selection_cases import GROUPS as SELECTION
+from selecting_cases import GROUPS as SELECTION
 
 GROUPS = ATTENTION | SELECTION
 

@@ -120,7 +120,7 @@ def test_the_caches_pages_hold_every_sequence(tiny_run, mesh):
     _, _, cache, _, _, table, _ = pod_steps.build("decode", tiny_run, mesh, SHAPES).arguments
     pages = 5  # 16 tokens and one more, 4 a page
     assert table.shape == (2, pages)
-    assert cache[0].latent.shape[0] == 2 * pages * 4
+    assert cache[0].index.shape[0] == 2 * pages * 4
     assert len(cache) == tiny_run.model.n_layers
 
 

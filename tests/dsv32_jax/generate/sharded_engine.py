@@ -42,9 +42,9 @@ def complete(cfg, arrays, mesh, speculative, chunk):
                 tokens[event.request].append(event.token)
             else:
                 selections[event.request] = event.selection.tolist()
-        shard = engine._cache[0].latent.addressable_shards[0].data
+        shard = engine._cache[0].attended.latent.addressable_shards[0].data
         found = {"tokens": list(tokens.values()), "selections": list(selections.values())}
-        return found, engine._cache[0].latent.size // shard.size
+        return found, engine._cache[0].attended.latent.size // shard.size
 
 
 def main():
