@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             + "\n"
         )
         sys.stdout.flush()
-        found = examine(place, own, args.timeout, lambda line: print(line, flush=True))  # noqa: T201
+        found = examine(place, own, float(args.timeout), lambda line: print(line, flush=True))  # noqa: T201
         for problem in found:
             sys.stdout.write(f"wrong: {problem}\n")
         if not found:

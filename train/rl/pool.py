@@ -4,6 +4,7 @@ Each has a pipe of its own, so nothing that one does can block another. (Pebble'
 worker is killed, and the standard library's when any is.)
 """
 
+import contextlib
 import logging
 import math
 import multiprocessing
@@ -23,6 +24,7 @@ from train.rl import fence
 logger = logging.getLogger(__name__)
 
 START_S = 120.0  # that a worker may take to start; imports on a busy machine
+MAX_STARTS = 5  # of a worker that is killed from outside before it is ready
 GRACE_S = 5.0  # after which a worker ends itself, should nobody have done it
 
 Fault = Literal["hung", "killed", "raised"]
@@ -146,7 +148,15 @@ class Pool:
             self._idle.put(None)  # so that who comes later is told, and does not wait
 
     def _start(self) -> "_Worker":
+        """Start a worker; one that is killed from outside before it is ready is no more than one lost."""
+        for _ in range(MAX_STARTS - 1):
+            with contextlib.suppress(_KilledError):
+                return _Worker(self._context, *self._arguments)
         return _Worker(self._context, *self._arguments)
+
+
+class _KilledError(WorkFailedError):
+    """A worker was killed by a signal while it started."""
 
 
 class _Worker:
@@ -168,9 +178,13 @@ class _Worker:
         try:
             started = self._receive(START_S)
         except (WorkerError, EOFError, OSError) as error:
+            gone = isinstance(error, EOFError | OSError)
+            if gone:
+                self.process.join()
             self.kill()
             code = self.process.exitcode
-            raise WorkFailedError(
+            killed = gone and code is not None and code < 0
+            raise (_KilledError if killed else WorkFailedError)(
                 f"a reward worker does not start (exit code {code}): {error}"
             ) from error
         if isinstance(started, UserError):
