@@ -162,13 +162,13 @@ def _mounts(disk_mib: int, files: Mapping[str, int]) -> list[str]:
     command += ["--perms", "0755", "--dir", "/etc"]
     for name in ETC:
         command += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    for folder in _interpreter_folders():
+    command += ["--perms", "1777", "--size", str(disk_mib * 2**20), "--tmpfs", TMP]
+    for folder in _interpreter_folders():  # after /tmp, where a virtual environment may lie
         for parent in [*PurePosixPath(folder).parents][-2::-1]:
             command += ["--perms", "0755", "--dir", str(parent)]
         command += ["--ro-bind", folder, folder]
     command += ["--dev", "/dev", "--perms", "1777", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm"]
-    command += ["--proc", "/proc", "--perms", "1777", "--size", str(disk_mib * 2**20)]
-    command += ["--tmpfs", TMP, "--perms", "0777", "--dir", WORK]
+    command += ["--proc", "/proc", "--perms", "0777", "--dir", WORK]
     for path, fd in files.items():
         for parent in [*PurePosixPath(path).parents][-2::-1]:
             command += ["--perms", "0777", "--dir", f"{WORK}/{parent}"]

@@ -135,9 +135,9 @@ def test_nothing_is_mounted_for_writing_but_memory():
 
 
 def test_no_network_is_reached():
-    reached = threading.Event()
+    reached, name = threading.Event(), f"\0{SECRET}-{os.getpid()}"
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
-        local.bind(f"\0{SECRET}")
+        local.bind(name)
         local.listen()
         for one in (server, local):
             threading.Thread(target=lambda s=one: (s.accept(), reached.set()), daemon=True).start()
@@ -161,7 +161,7 @@ def test_no_network_is_reached():
         """
         port = server.getsockname()[1]
 
-        assert attack_until_end(program, port=port, name=f"\0{SECRET}") == ""
+        assert attack_until_end(program, port=port, name=name) == ""
         assert not reached.is_set()
 
 

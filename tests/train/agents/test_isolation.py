@@ -1,11 +1,12 @@
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 
 from dsv32_jax.errors import UsageError
-from train.agents import isolation, seccomp
+from train.agents import isolation, runs, seccomp
 from train.agents.isolation import Limits
 
 
@@ -98,3 +99,15 @@ def test_a_user_id_is_drawn_anew_each_time(monkeypatch):
 
     assert len(users) > 40
     assert all(user is None or user >= 2**15 for user in users)
+
+
+@pytest.mark.usefixtures("_isolated")
+def test_an_interpreter_below_tmp_is_there_inside_and_cannot_be_written(tmp_path, monkeypatch):
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    monkeypatch.setattr(sys, "prefix", str(venv))
+    monkeypatch.setattr(sys, "exec_prefix", str(venv))
+
+    found = runs.run(["bash", "-c", f"{venv}/bin/python -c 'print(2)'; touch {venv}/x || echo no"])
+
+    assert found.stdout == b"2\nno\n"
