@@ -66,12 +66,13 @@ def test_files_of_the_host_are_not_read(secret_file):
         places = ["", "/proc/1/root", "/proc/self/root", "/proc/1/cwd", "/proc/2/root", "/oldroot", "/newroot"]
         places += ["/proc/self/cwd/../../../../../..", "/dev/fd/0/..", "/proc/self/fd/0/../.."]
         for place in places:
-            for path in (str(secret), "/etc/shadow", "/etc/passwd", "/root/.ssh", "/home", "/var", "/run", "/sys", "/boot"):
+            for path in (secret, keys, "/etc/shadow", "/etc/passwd", "/home", "/var", "/run", "/sys", "/boot"):
                 try: print("read", place + path, os.listdir(place + path) if os.path.isdir(place + path) else open(place + path).read())
                 except OSError: pass
     """
 
-    assert attack_until_end(program, secret=str(secret_file)) == ""
+    keys = os.path.expanduser("~/.ssh")
+    assert attack_until_end(program, secret=str(secret_file), keys=keys) == ""
 
 
 def test_no_file_outside_of_tmp_has_what_only_the_host_knows(secret_file):
@@ -458,7 +459,9 @@ def test_without_root_a_user_namespace_does_the_same(monkeypatch, secret_file):
     monkeypatch.setattr(isolation, "_interpreter_folders", list)  # which others may not read
     fd = isolation.make_file(seccomp.make_filter())
     script = f"""
-        cat {secret_file} /proc/1/root/{secret_file} && echo read
+        cat {secret_file} && echo read
+        cd /proc/1/root && cat ./{secret_file} && echo read
+        cd /
         unshare -U true && echo namespace
         for place in / /usr /dev /etc; do touch $place/x && echo wrote; done
         kill -0 {os.getpid()} && echo signal

@@ -21,6 +21,8 @@ def _tried_afresh():
 def test_where_all_is_there_nothing_is_refused():
     isolation.require_isolation()
 
+    assert isolation.find_problem() is None
+
 
 @pytest.mark.parametrize("program", isolation.PROGRAMS)
 def test_a_program_that_is_missing_is_named(monkeypatch, program):
