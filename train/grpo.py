@@ -33,8 +33,8 @@ logger = logging.getLogger("train.grpo")  # as a command __name__ is __main__
 ABOUT = command.CommandHelp(
     name="python -m train.grpo",
     summary="Train a policy on tasks whose answers can be checked, by GRPO with unbiased KL, off-policy mask, kept "
-    "routing and kept sampling mask. With no arguments a small policy is cold-started and learns in minutes on two CPU "
-    "cores. A run that was stopped goes on with the same command.",
+    "routing and kept sampling mask. With no arguments a small policy is cold-started and trained on two CPU "
+    "cores, in minutes. A run that was stopped goes on with the same command.",
     examples="""
     python -m train.grpo
     python -m train.grpo --workdir runs/mine rl.steps=200 rl.rollouts.temperature=0.9
