@@ -1,10 +1,7 @@
 """The cold start: solved tasks as text, and the pre-training on them that a small policy begins with."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-
-import numpy as np
 
 from dsv32_jax import json_files
 from dsv32_jax.encoding import markup
@@ -41,17 +38,12 @@ def write_examples(
     if path.is_file():
         return path
     lines: list[str] = []
-    last: dict[str, str] = {}
-    coins = np.random.default_rng(cfg.seed).random(n) < cfg.cold_start.wrong_share
     for i in range(n):
         task = source[FIRST_EXAMPLE + i]
         if not task.answer:
             raise UsageError(f"task {task.name} has no answer, so cold_start can not show one")
-        style, kind = cfg.rewards.style, task.data.get("family", task.domain)
-        other = last.get(kind, task.answer) if coins[i] else task.answer
-        last[kind] = task.answer
-        shown = dataclasses.replace(task, answer=other)
-        text = prompt_text(task, style, cfg.instruction) + solution_text(shown, style)
+        style = cfg.rewards.style
+        text = prompt_text(task, style, cfg.instruction) + solution_text(task, style)
         text = text.removeprefix(markup.BOS).removesuffix(markup.EOS)  # the corpus adds both
         lines.append(json_files.line_of({"text": text}))
         if (i + 1) % 100 == 0 or i + 1 == n:

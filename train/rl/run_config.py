@@ -63,8 +63,6 @@ class ColdStartConfig:
 
     Attributes:
         examples: Solved tasks, none of which is held out.
-        wrong_share: Of the examples, that show the answer to another problem: cold-start data is of low quality, and
-            what is right in it is what reinforcement learning has to find out.
         seq_len: Tokens of a row.
         batch_size: Rows of a step.
         dense: Dense attention.
@@ -73,7 +71,6 @@ class ColdStartConfig:
     """
 
     examples: int
-    wrong_share: float = 0.0
     seq_len: int
     batch_size: int
     dense: StageConfig
@@ -81,10 +78,8 @@ class ColdStartConfig:
     sparse: StageConfig
 
     def __post_init__(self) -> None:
-        """Check ranges."""
+        """Check the range."""
         require(self.examples >= 1, f"examples={self.examples} must be at least 1")
-        share = self.wrong_share
-        require(0 <= share < 1, f"wrong_share={share} must be in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
