@@ -19,8 +19,8 @@ from train.rl.settings import GateConfig, LearnerConfig, RlConfig, RolloutConfig
 from train.rl.task_source import TaskConfig
 from train.run_config import StageConfig
 
-DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 420, 60, 40
-STEPS = 60
+DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 900, 60, 40
+STEPS = 40
 
 
 def get_config() -> GrpoConfig:
@@ -33,8 +33,8 @@ def get_config() -> GrpoConfig:
                 Family(
                     name="basic_arithmetic",
                     settings=(
-                        ("min_terms", 2),
-                        ("max_terms", 2),
+                        ("min_terms", 3),
+                        ("max_terms", 3),
                         ("min_digits", 1),
                         ("max_digits", 1),
                         ("operators", ("+", "-")),
@@ -43,16 +43,19 @@ def get_config() -> GrpoConfig:
                     ),
                 ),
                 Family(
-                    name="number_sequence",
-                    settings=(("max_complexity", 1), ("min_value", 0), ("max_value", 9)),
+                    name="chain_sum",
+                    settings=(
+                        ("min_terms", 3), ("max_terms", 3), ("min_digits", 1), ("max_digits", 1)
+                    ),
                 ),
-                Family(name="spell_backward", weight=2.0, settings=(("max_word_len", 4),)),
+                Family(name="spell_backward", settings=(("max_word_len", 4),)),
             ),
             held_out=32,
         ),
-        rewards=RewardConfig(style="plain"),
+        rewards=RewardConfig(style="thinking"),
         cold_start=ColdStartConfig(
             examples=16000,
+            worked=0.3,
             seq_len=256,
             batch_size=8,
             dense=StageConfig(
@@ -78,19 +81,19 @@ def get_config() -> GrpoConfig:
         rl=RlConfig(
             steps=STEPS,
             rollouts=RolloutConfig(
-                prompts=24, group_size=8, max_prompt_tokens=80, max_tokens=8, slots=64
+                prompts=24, group_size=8, max_prompt_tokens=96, max_tokens=24, slots=64
             ),
             learner=LearnerConfig(
                 objective=ObjectiveConfig(kl_strength=0.001, off_policy_delta=0.1),
                 optimizer=OptimizerConfig(
-                    main=Schedule(peak=2e-4, warmup_steps=5), adam=AdamConfig(weight_decay=0.0)
+                    main=Schedule(peak=5e-4, warmup_steps=5), adam=AdamConfig(weight_decay=0.0)
                 ),
                 minibatches=2,
                 rows=8,
                 row_length=512,
             ),
             gate=GateConfig(prompts=16, tolerance=1e-3),
-            evaluate_every=10,
+            evaluate_every=5,
             evaluate_tasks=96,
         ),
         checkpoint=CheckpointConfig(every_steps=20, keep_last=2, keep_best=0),

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 from dsv32_jax.encoding import markup, parse_completion_tolerant
 
 Style = Literal["thinking", "chat", "tags", "plain"]
+THINKING_STYLES: tuple[Style, ...] = ("thinking", "tags")
 OPEN, CLOSE = "<answer>", "</answer>"
 BOXED = "\\boxed{"
 

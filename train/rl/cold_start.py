@@ -6,9 +6,11 @@ from pathlib import Path
 from dsv32_jax import json_files
 from dsv32_jax.encoding import markup
 from dsv32_jax.errors import UsageError
+from train.rl.problems import number_of
 from train.rl.questions import prompt_text, solution_text
 from train.rl.run_config import GrpoConfig
 from train.rl.task_source import TaskSource
+from train.rl.working import working
 
 EXAMPLES_FILE = "examples.jsonl"
 FIRST_EXAMPLE = 2**32  # training asks task 0, 1, ...: no run comes this far
@@ -42,8 +44,10 @@ def write_examples(
         task = source[FIRST_EXAMPLE + i]
         if not task.answer:
             raise UsageError(f"task {task.name} has no answer, so cold_start can not show one")
+        steps = (working(task) or "") if _shown(i) < cfg.cold_start.worked else ""
         style = cfg.rewards.style
-        text = prompt_text(task, style, cfg.instruction) + solution_text(task, style)
+        solution = solution_text(task, style, thinking=steps)
+        text = prompt_text(task, style, cfg.instruction) + solution
         text = text.removeprefix(markup.BOS).removesuffix(markup.EOS)  # the corpus adds both
         lines.append(json_files.line_of({"text": text}))
         if (i + 1) % 100 == 0 or i + 1 == n:
@@ -51,3 +55,8 @@ def write_examples(
     folder.mkdir(parents=True, exist_ok=True)
     json_files.replace_text(path, "".join(lines))
     return path
+
+
+def _shown(number: int) -> float:
+    """Return a number in [0, 1) for an example, so that which ones show their steps follows from the share alone."""
+    return number_of("worked", number) / 2**48

@@ -9,7 +9,7 @@ from dsv32_jax import encoding
 from dsv32_jax.encoding import markup
 from dsv32_jax.tokenizer import Tokenizer
 from train import hosts
-from train.rl.answer import CLOSE, OPEN, Style
+from train.rl.answer import CLOSE, OPEN, THINKING_STYLES, Style
 from train.rl.rewards import Response, Rewarder, Scored
 from train.rl.rollout import Rollout
 from train.rl.tasks import Task
@@ -47,19 +47,26 @@ def prompt_text(task: Task, style: Style, instruction: str) -> str:
     return f"{markup.BOS}{question}\n"
 
 
-def solution_text(task: Task, style: Style) -> str:
-    """Return a task's answer as a response in the format, without thinking.
+def solution_text(task: Task, style: Style, *, thinking: str = "") -> str:
+    """Return a task's answer as a response in the format.
 
     Args:
         task: A task with an answer.
         style: The format.
+        thinking: What comes before the answer, in a format that has it.
 
     Returns:
         The text up to and with the token that ends a turn.
+
+    Raises:
+        ValueError: If there is thinking in a format without.
     """
-    tagged = task.answer if style == "plain" else f"{OPEN}{task.answer}{CLOSE}"
-    opening = markup.THINK_END if style == "thinking" else ""
-    return f"{opening}{tagged}{markup.EOS}"
+    if thinking and style not in THINKING_STYLES:
+        raise ValueError(f"style={style!r} has no place for thinking; {THINKING_STYLES} have")
+    if style == "tags":
+        return f"{thinking}{OPEN}{task.answer}{CLOSE}{markup.EOS}"
+    closing = markup.THINK_END if style == "thinking" else ""
+    return f"{thinking}{closing}{task.answer}{markup.EOS}"
 
 
 class Questions:

@@ -12,6 +12,7 @@ from dsv32_jax.sharding import BATCH_AXES, MeshConfig, make_mesh
 from train.checkpoint import CheckpointConfig
 from train.data.config import DataConfig, Source
 from train.metrics import MetricsConfig
+from train.rl.answer import THINKING_STYLES
 from train.rl.rewards import RewardConfig
 from train.rl.settings import RlConfig
 from train.rl.task_source import TaskConfig
@@ -63,6 +64,8 @@ class ColdStartConfig:
 
     Attributes:
         examples: Solved tasks, none of which is held out.
+        worked: Share of the examples that show the steps to the answer as thinking, where `working` knows them; the
+            others answer at once. Needs a format with thinking.
         seq_len: Tokens of a row.
         batch_size: Rows of a step.
         dense: Dense attention.
@@ -71,6 +74,7 @@ class ColdStartConfig:
     """
 
     examples: int
+    worked: float = 0.0
     seq_len: int
     batch_size: int
     dense: StageConfig
@@ -78,8 +82,9 @@ class ColdStartConfig:
     sparse: StageConfig
 
     def __post_init__(self) -> None:
-        """Check the range."""
+        """Check ranges."""
         require(self.examples >= 1, f"examples={self.examples} must be at least 1")
+        require(0 <= self.worked <= 1, f"worked={self.worked} must be in [0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +133,11 @@ class GrpoConfig:
         require(
             self.init_from is not None or self.cold_start is not None,
             "a policy to begin with is needed: init_from=DIR, a run's folder or a converted checkpoint, or cold_start",
+        )
+        worked, style = self.cold_start.worked if self.cold_start else 0.0, self.rewards.style
+        require(
+            worked == 0 or style in THINKING_STYLES,
+            f"cold_start.worked={worked} needs rewards.style of {THINKING_STYLES}, not {style!r}",
         )
         domains = [kl.domain for kl in self.domain_kl]
         require(len(set(domains)) == len(domains), f"domain_kl names a domain twice: {domains}")
