@@ -163,15 +163,16 @@ class CompactForm:
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
         last_user = users[-1] if users else -1
         known = {tool.name: tool for tool in tools}
-        listed = "".join(self._tool_line(tool) for tool in tools)
-        ids = encoding.encode_text(markup.BOS, self.tokenizer)
-        trainable = [False] * len(ids)
-        for i, message in enumerate(messages):
-            by_model = message["role"] == "assistant"
-            text = _line(message, known, reasons=i > last_user)
-            # The tools stand after the system's words, before all else.
-            if listed and message["role"] != "system":
-                text, listed = listed + text, ""
+        n_system = int(bool(messages) and messages[0]["role"] == "system")
+        parts = [
+            (_line(message, known, reasons=i > last_user), message["role"] == "assistant")
+            for i, message in enumerate(messages)
+        ]
+        # The tools stand after the system's words, before all else.
+        parts.insert(n_system, ("".join(map(self._tool_line, tools)), False))
+        ids: list[int] = []
+        trainable: list[bool] = []
+        for text, by_model in [(markup.BOS, False), *parts]:
             part = encoding.encode_text(text, self.tokenizer)
             ids += part
             trainable += [by_model] * len(part)
