@@ -19,7 +19,7 @@ from train.rl.settings import GateConfig, LearnerConfig, RlConfig, RolloutConfig
 from train.rl.task_source import TaskConfig
 from train.run_config import StageConfig
 
-DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 900, 60, 40
+DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 1600, 60, 60
 STEPS = 40
 
 
@@ -48,14 +48,18 @@ def get_config() -> GrpoConfig:
                         ("min_terms", 3), ("max_terms", 3), ("min_digits", 1), ("max_digits", 1)
                     ),
                 ),
-                Family(name="spell_backward", settings=(("max_word_len", 4),)),
+                Family(
+                    name="simple_equations",
+                    settings=(("min_terms", 1), ("max_terms", 2), ("min_value", 1), ("max_value", 9)),
+                ),
             ),
             held_out=32,
         ),
         rewards=RewardConfig(style="thinking"),
         cold_start=ColdStartConfig(
-            examples=16000,
+            examples=32000,
             worked=0.3,
+            masked=True,
             seq_len=256,
             batch_size=8,
             dense=StageConfig(

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
 class Segments(NamedTuple):
@@ -45,7 +45,7 @@ def next_is_same(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     return (segment_ids == after) & (segment_ids != 0)
 
 
-def shift_left(x: Int[Array, "B T"]) -> Int[Array, "B T"]:
+def shift_left(x: Shaped[Array, "B T"]) -> Shaped[Array, "B T"]:
     """Move every token's successor onto it; the last place repeats its own."""
     return jnp.concatenate([x[:, 1:], x[:, -1:]], axis=1)
 

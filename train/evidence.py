@@ -77,8 +77,8 @@ def _loss_fn(cfg: ModelConfig, mode: AttentionMode) -> Callable[[Parameters, Bat
         model = parameters.assemble(cfg, params)
         output = model(batch.tokens, batch.segment_ids, mode=mode)
         loss_BT = losses.next_token(model, output.hidden, batch)
-        predicts_BT = segments.next_is_same(batch.segment_ids)
-        beyond_BT = beyond_topk(batch.segment_ids, cfg.indexer.topk)
+        predicts_BT = losses.predicts(batch)
+        beyond_BT = predicts_BT & beyond_topk(batch.segment_ids, cfg.indexer.topk)
         sums = (loss_BT, predicts_BT, jnp.where(beyond_BT, loss_BT, 0.0), beyond_BT)
         return sharding.replicated(tuple(jnp.sum(x, axis=1, dtype=jnp.float32) for x in sums))
 
@@ -90,7 +90,7 @@ def row_losses(
     params: Parameters,
     mode: AttentionMode,
     rows: dict[str, np.ndarray],
-    evidence: EvidenceConfig,
+    at_once: int,
     mesh: Mesh,
 ) -> RowLosses:
     """Measure the next-token loss of every held-out row.
@@ -99,15 +99,15 @@ def row_losses(
         cfg: The model.
         params: Its arrays.
         mode: Attention.
-        rows: tokens and segment ids [N, T].
-        evidence: Rows at once.
+        rows: tokens and segment ids [N, T]; of examples also which tokens train.
+        at_once: Rows of a batch.
         mesh: The mesh.
 
     Returns:
         Sums and counts by row.
     """
     run = _loss_fn(cfg, mode)
-    parts = [run(params, batch) for batch in held_out_batches(rows, evidence.rows_per_batch, mesh)]
+    parts = [run(params, batch) for batch in held_out_batches(rows, at_once, mesh)]
     return RowLosses(
         *(
             np.concatenate([np.asarray(p) for p in xs]).astype(np.float64)

@@ -150,12 +150,21 @@ def _policy(
     if cfg.cold_start is None:
         return find_start(cfg, mesh).load
     folder = workdir / "cold_start"
+    path = folder / cold_start.EXAMPLES_FILE
     line = progress_line.ProgressLine(sys.stderr, seconds=cfg.metrics.console_seconds)
     if command_line.process_index() == 0:
-        cold_start.write_examples(cfg, source, folder, show=line.show)
+        cold_start.write_examples(
+            source,
+            path,
+            n=cfg.cold_start.examples,
+            style=cfg.rewards.style,
+            instruction=cfg.instruction,
+            masked=cfg.cold_start.masked,
+            worked=cfg.cold_start.worked,
+            show=line.show,
+        )
     line.close()
     multihost_utils.sync_global_devices("examples of the cold start")
-    path = folder / cold_start.EXAMPLES_FILE
     run = cfg.cold_start_run(str(path))
     pretrain.main(run, folder)
     return lambda: restore_parameters(run, folder, mesh)

@@ -6,27 +6,28 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from dsv32_jax import json_files, sharding
+from dsv32_jax.config import ModelConfig
 from dsv32_jax.convert.storage import Location
 from dsv32_jax.errors import UserError
 from dsv32_jax.parameters import Parameters
 from train import hosts, overrides, progress
 from train import state as states
-from train.checkpoint import Checkpoints
+from train.checkpoint import CheckpointConfig, Checkpoints
 from train.data import loader
 from train.data.config import DataConfig
 from train.data.corpus import Corpus
-from train.divergence import DivergedError, LossGuard
+from train.divergence import DivergedError, LossGuard, LossGuardConfig
 from train.losses import Batch
-from train.metrics import RunMetrics
+from train.metrics import MetricsConfig, RunMetrics
 from train.optimizer import make_optimizer, rates_at
-from train.run_config import RunConfig, StageConfig
+from train.run_config import StageConfig
 from train.signals import StopOnSignal
 from train.stage import INDEXER_TRAINS, MAIN_TRAINS, Stage, train_flops
 from train.state import TrainState
@@ -51,6 +52,27 @@ class Leg(NamedTuple):
     config: StageConfig
     data: DataConfig
     folder: Location
+
+
+@runtime_checkable  # so that the tests' type checks can look at it
+class Trains(Protocol):
+    """What the config of any run of legs says of all of them; the whole of it is written beside them.
+
+    Attributes:
+        model: The model.
+        checkpoint: When to save and what to keep.
+        metrics: Where numbers go.
+        guard: When the loss counts as diverged.
+    """
+
+    @property
+    def model(self) -> ModelConfig: ...  # noqa: D102
+    @property
+    def checkpoint(self) -> CheckpointConfig: ...  # noqa: D102
+    @property
+    def metrics(self) -> MetricsConfig: ...  # noqa: D102
+    @property
+    def guard(self) -> LossGuardConfig: ...  # noqa: D102
 
 
 class LegResult(NamedTuple):
@@ -82,7 +104,7 @@ class StoppedError(UserError):
 
 
 def run_leg(
-    cfg: RunConfig, leg: Leg, mesh: Mesh, corpora: Sequence[Corpus], start: Callable[[], Parameters]
+    cfg: Trains, leg: Leg, mesh: Mesh, corpora: Sequence[Corpus], start: Callable[[], Parameters]
 ) -> LegResult:
     """Train a leg to its end; resume it where a checkpoint says.
 
@@ -121,7 +143,7 @@ def run_leg(
     return LegResult(trainer.tokens_per_s, trainer.seconds, meta.get("seconds", 0.0))
 
 
-def _open_data(cfg: RunConfig, leg: Leg, corpora: Sequence[Corpus]) -> loader.Loader:
+def _open_data(cfg: Trains, leg: Leg, corpora: Sequence[Corpus]) -> loader.Loader:
     return loader.make_loader(
         leg.data,
         host=jax.process_index(),
@@ -145,7 +167,7 @@ class _Trainer:
 
     def __init__(
         self,
-        cfg: RunConfig,
+        cfg: Trains,
         leg: Leg,
         mesh: Mesh,
         checkpoints: Checkpoints,
@@ -230,8 +252,10 @@ class _Trainer:
         where = NamedSharding(self._mesh, sharding.spec("batch", "sequence"))
         for rows in self._batches:
             yield Batch(
-                jax.make_array_from_process_local_data(where, rows["tokens"]),
-                jax.make_array_from_process_local_data(where, rows["segment_ids"]),
+                **{
+                    name: jax.make_array_from_process_local_data(where, value)
+                    for name, value in rows.items()
+                }
             )
 
     def _record(self, metrics: RunMetrics, step: int, numbers: StepMetrics, rates: Any) -> None:
@@ -306,8 +330,8 @@ def held_out_batches(rows: dict[str, np.ndarray], size: int, mesh: Mesh) -> Iter
     for first in range(0, len(rows["tokens"]), size):
         part = {name: value[first : first + size] for name, value in rows.items()}
         yield Batch(
-            *(
-                jax.make_array_from_callback(part[name].shape, where, part[name].__getitem__)
-                for name in ("tokens", "segment_ids")
-            )
+            **{
+                name: jax.make_array_from_callback(value.shape, where, value.__getitem__)
+                for name, value in part.items()
+            }
         )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dsv32_jax import segments, sharding
 from dsv32_jax.block import LayerStats
@@ -18,10 +18,12 @@ class Batch(NamedTuple):
     Attributes:
         tokens: int32 [B, T].
         segment_ids: int32 [B, T], 0 for padding, one id per document.
+        trained: bool [B, T], the tokens that cross-entropies are taken on; None is every one.
     """
 
     tokens: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"]
+    trained: Bool[Array, "B T"] | None = None
 
 
 class LossSums(NamedTuple):
@@ -41,11 +43,11 @@ class LossSums(NamedTuple):
 
 
 class LossWeights(NamedTuple):
-    """What each sum is divided by; known from the segment ids alone, before any forward pass.
+    """What each sum is divided by; known from the batch alone, before any forward pass.
 
     Attributes:
-        lm: Tokens with a successor in their document.
-        mtp: Tokens with two.
+        lm: Tokens with a successor in their document that is trained.
+        mtp: Tokens whose successor's successor is.
         balance: Tokens.
         kl: Tokens.
     """
@@ -56,11 +58,28 @@ class LossWeights(NamedTuple):
     kl: Float[Array, ""]
 
 
-def weights(segment_ids: Int[Array, "B T"]) -> LossWeights:
+def predicts(batch: Batch, ahead: int = 1) -> Bool[Array, "B T"]:
+    """Tell which tokens are measured on the token `ahead` places on: it is in their document, and trained.
+
+    Args:
+        batch: The tokens.
+        ahead: 1 for the main model, 2 for MTP.
+
+    Returns:
+        The mask.
+    """
+    ids, trained = batch.segment_ids, batch.trained
+    for _ in range(ahead):
+        ids = jnp.where(segments.next_is_same(ids), ids, 0)
+        trained = None if trained is None else segments.shift_left(trained)
+    return (ids != 0) if trained is None else (ids != 0) & trained
+
+
+def weights(batch: Batch) -> LossWeights:
     """Count what each loss sums over.
 
     Args:
-        segment_ids: int32, 0 for padding.
+        batch: The tokens.
 
     Returns:
         The counts, at least 1 each, so that an empty batch gives loss 0.
@@ -69,16 +88,14 @@ def weights(segment_ids: Int[Array, "B T"]) -> LossWeights:
     def count(mask: Array) -> Array:
         return jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
-    one = segments.next_is_same(segment_ids)
-    two = one & segments.next_is_same(jnp.where(one, segment_ids, 0))
-    tokens = count(segment_ids != 0)
-    return LossWeights(count(one), count(two), tokens, tokens)
+    tokens = count(batch.segment_ids != 0)
+    return LossWeights(count(predicts(batch)), count(predicts(batch, ahead=2)), tokens, tokens)
 
 
 def next_token(
     model: DeepSeekV32, hidden_BTD: Float[Array, "B T D"], batch: Batch, ahead: int = 1
 ) -> Float[Array, "B T"]:
-    """Return each token's cross-entropy on the token `ahead` places on, 0 where its document has none.
+    """Return each token's cross-entropy on the token `ahead` places on, 0 where it is not measured.
 
     Args:
         model: Holds the head.
@@ -89,12 +106,12 @@ def next_token(
     Returns:
         float32 nats.
     """
-    targets, ids = batch.tokens, batch.segment_ids
+    targets = batch.tokens
     for _ in range(ahead):
-        ids = jnp.where(segments.next_is_same(ids), ids, 0)
         targets = segments.shift_left(targets)
     log_p_BT = head.predict(hidden_BTD, model.head[...], targets).log_p
-    return sharding.constrain(jnp.where(ids != 0, -log_p_BT, 0.0), "batch", "sequence")
+    loss_BT = jnp.where(predicts(batch, ahead), -log_p_BT, 0.0)
+    return sharding.constrain(loss_BT, "batch", "sequence")
 
 
 def sums(model: DeepSeekV32, output: ModelOutput, batch: Batch, *, heads: bool) -> LossSums:

@@ -197,7 +197,7 @@ def _gather_evidence(
         for loss_name, (leg_names, mode) in evidence.LOSSES.items():
             if name in leg_names and loss_name not in losses:
                 losses[loss_name] = evidence.row_losses(
-                    cfg.model, params, mode, rows, settings, mesh
+                    cfg.model, params, mode, rows, settings.rows_per_batch, mesh
                 )
         if name in ("dense", "warmup", "sparse"):
             recalls[name] = evidence.recall_by_layer(cfg.model, params, rows, settings, mesh)

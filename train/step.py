@@ -128,7 +128,7 @@ def gradients(
     Returns:
         (gradients by name, loss sums of the batch, tokens per expert by router-bias name).
     """
-    weights = losses.weights(batch.segment_ids)
+    weights = losses.weights(batch)
     run_mtp = _runs_mtp(cfg, loss_cfg, stage)
 
     def loss_fn(moving: Arrays, micro: Batch) -> tuple[Array, tuple[LossSums, Arrays]]:
@@ -157,7 +157,7 @@ def gradients(
         grads, (sums, loads) = grad_fn(moving, micro)
         return jax.tree.map(jnp.add, total, (grads, sums, loads)), None
 
-    micros = Batch(*(split(x) for x in batch))
+    micros = jax.tree.map(split, batch)
     shapes = jax.eval_shape(grad_fn, moving, jax.tree.map(lambda x: x[0], micros))
     grads, (sums, loads) = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     return jax.lax.scan(add, (grads, sums, loads), micros)[0]
@@ -204,7 +204,7 @@ def make_step(
             bias = bias | parameters.load_balance_step(
                 {name: bias[name] for name in loads}, loads, loss_cfg.bias_rate
             )
-        weights = losses.weights(batch.segment_ids)
+        weights = losses.weights(batch)
         metrics = StepMetrics(
             loss=combine(sums, weights, loss_cfg, stage),
             lm=sums.lm / weights.lm,

@@ -5,11 +5,20 @@ import pytest
 
 from dsv32_jax import config
 from train import config_file
+from train.evaluation.config import EvaluateConfig
 from train.rl.run_config import GrpoConfig
 from train.run_config import RunConfig
+from train.sft_config import SftConfig
 
 FOLDER = Path(__file__).parents[2] / "configs"
 FILES = sorted(FOLDER.rglob("[!_]*.py"))
+COMMANDS = {
+    RunConfig: "pretrain",
+    GrpoConfig: "grpo",
+    SftConfig: "sft",
+    EvaluateConfig: "evaluate",
+}
+DEFAULTS = ("grpo", "cold_start", "evaluate")  # of their commands, which need not name them
 
 
 def test_speciale_is_the_reasoning_run_without_a_penalty_on_length():
@@ -28,16 +37,16 @@ def test_the_three_stages_have_a_config():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_config_builds_a_run(path):
-    assert isinstance(config_file.load_config(str(path)), RunConfig | GrpoConfig)
+    assert type(config_file.load_config(str(path))) in COMMANDS
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_config_says_how_and_on_what_it_is_run(path):
     text = ast.get_docstring(ast.parse(path.read_text()))
 
-    command = "pretrain" if isinstance(config_file.load_config(str(path)), RunConfig) else "grpo"
+    command = COMMANDS[type(config_file.load_config(str(path)))]
     assert f"Command: python -m train.{command}" in text
-    assert path.name in text or path.stem == "grpo"
+    assert path.name in text or path.stem in DEFAULTS
     assert "\nHardware: " in text
 
 

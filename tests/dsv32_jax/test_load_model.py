@@ -244,6 +244,14 @@ def test_a_runs_tokenizer_is_the_one_it_was_trained_with(run):
     assert load_model.load_tokenizer_of(run / "checkpoints" / "9").vocab_size == 259
 
 
+def test_a_run_of_reinforcement_learning_names_its_tokenizer_at_the_top(run, tmp_path):
+    write_tokenizer(tmp_path, "one", "two", "three")
+    raw = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(raw | {"tokenizer": str(tmp_path)}))
+
+    assert load_model.load_tokenizer_of(run).vocab_size == 5
+
+
 def test_a_given_tokenizer_comes_first(run, tmp_path):
     write_tokenizer(run, "one")
     write_tokenizer(tmp_path / "other", "one", "two")

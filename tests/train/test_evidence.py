@@ -8,7 +8,6 @@ from train import evidence
 from train.evidence import RowLosses
 from train.losses import Batch
 from train.recall import RecallSums
-from train.run_config import EvidenceConfig
 
 
 def test_the_error_of_a_mean_is_that_of_a_ratio_over_rows():
@@ -134,7 +133,7 @@ def test_rows_are_measured_by_their_own_tokens(one_layer, one_layer_parameters, 
 
     found = evidence.row_losses(
         one_layer, params, "window", {"tokens": tokens, "segment_ids": ids},
-        EvidenceConfig(rows=4, rows_per_batch=2, caveat=""), mesh,
+        2, mesh,
     )  # fmt: skip
 
     np.testing.assert_allclose(np.stack(found, axis=1), expected, rtol=1e-5)

@@ -47,6 +47,14 @@ def padded(packed):
     return Batch(jnp.asarray(tokens), jnp.asarray(np.array(ids, np.int32)))
 
 
+def with_mask(batch, trains):
+    """Let each document train its tokens where `trains` says so, whatever row it lies in."""
+    ids = np.asarray(batch.segment_ids)
+    first = ids != np.pad(ids, ((0, 0), (1, 0)))[:, :-1]
+    place = np.arange(SEQ_LEN) - np.maximum.accumulate(np.where(first, np.arange(SEQ_LEN), 0), 1)
+    return batch._replace(trained=jnp.asarray(trains(place) & (ids > 0)))
+
+
 @pytest.fixture(scope="module")
 def gradients(one_layer, one_layer_parameters):
     """Differentiate the one-layer model's loss; returns gradients, sums and loads."""
@@ -79,6 +87,29 @@ def test_neither_packing_nor_microbatches_change_the_gradient(gradients, packed,
     np.testing.assert_allclose(other_sums, sums, rtol=1e-5)
     assert_same(other_loads, loads, "loads")
     assert all(np.any(g) for g in expected.values())
+
+
+@pytest.mark.parametrize("stage", ["dense", "sparse"])
+def test_neither_packing_nor_microbatches_change_the_gradient_of_masked_losses(
+    gradients, packed, padded, stage
+):
+    def trains(place):
+        return place >= 2
+
+    expected, sums, _ = gradients(stage, with_mask(packed, trains), 1)
+    grads, other_sums, _ = gradients(stage, with_mask(padded, trains), 2)
+
+    assert_same(grads, expected, "padded in two microbatches, masked")
+    np.testing.assert_allclose(other_sums, sums, rtol=1e-5)
+    assert float(sums.lm) < float(gradients(stage, packed, 1)[1].lm)
+
+
+def test_a_mask_of_everything_is_no_mask(gradients, packed):
+    expected, sums, _ = gradients("dense", packed, 1)
+    grads, other_sums, _ = gradients("dense", with_mask(packed, lambda place: place >= 0), 1)
+
+    assert_same(grads, expected, "all trained")
+    np.testing.assert_allclose(other_sums, sums, rtol=1e-6)
 
 
 def test_a_microbatch_a_row_adds_up_to_the_batch(gradients, packed):

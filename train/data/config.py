@@ -78,6 +78,8 @@ class DataConfig:
         seq_len: tokens a row, at least 2: one token predicts nothing.
         batch_size: rows an optimizer step, over all hosts.
         seed: orders documents and rows; in [0, 2**32). Held-out rows do not depend on it.
+        examples: the sources are examples (see `examples`): only the tokens that they say train,
+            and each lies whole in a row. Held out are all examples of a prompt or none.
         pack: fill each row with one document after another; if not, a row holds one document or
             a part of one, and padding.
         heldout_fraction: the share of documents, in [0, 1), kept from training. A document
@@ -97,6 +99,7 @@ class DataConfig:
     seq_len: int
     batch_size: int
     seed: int
+    examples: bool = False
     pack: bool = True
     heldout_fraction: float = 0.05
     shuffle: bool = True

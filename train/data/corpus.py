@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int32, Int64, UInt64
+from jaxtyping import Bool, Int32, Int64, UInt64
 
 from dsv32_jax import tokenizer as tokenizers
-from train.data import config, documents, files, hashing, readers, token_files
+from train.data import config, documents, examples, files, hashing, readers, token_files
 
 # Enough texts for a tokenizer that runs on all cores, few enough to hold.
 TEXTS_PER_BATCH = 256
@@ -73,6 +73,24 @@ class TextCorpus:
 
 
 @dataclasses.dataclass(kw_only=True)
+class ExampleCorpus(TextCorpus):
+    """Documents of which some tokens train; a document's key hashes its prompt, which comes before these.
+
+    Attributes:
+        trained: which ids of `stream` train.
+        names: each document's file and line.
+    """
+
+    trained: Bool[np.ndarray, " tokens"]
+    names: list[str]
+
+    def trained_tokens(self, document: int, start: int, stop: int) -> Bool[np.ndarray, " _"]:
+        """Return which of a document's tokens train, from `start` up to `stop`."""
+        offset = int(self.starts[document])
+        return self.trained[offset + start : offset + stop]
+
+
+@dataclasses.dataclass(kw_only=True)
 class TokenFileCorpus:
     """Documents of token files, read when asked for: 16 bytes a document in memory.
 
@@ -111,7 +129,7 @@ def open_corpora(cfg: config.DataConfig) -> tuple[Corpus, ...]:
     """Open every source of a configuration: tokenise text, index token files.
 
     Args:
-        cfg: the configuration; its sources and tokenizer are read.
+        cfg: the configuration; its sources, tokenizer and `examples` are read.
 
     Returns:
         one corpus a source, in order.
@@ -120,6 +138,9 @@ def open_corpora(cfg: config.DataConfig) -> tuple[Corpus, ...]:
         FileNotFoundError: a source or the tokenizer does not exist.
         ValueError: a file is broken, or a source holds no document with text.
     """
+    if cfg.examples:
+        words = tokenizers.load_tokenizer(cfg.tokenizer)
+        return tuple(_read_examples(source, words) for source in cfg.sources)
     token_paths = [token_paths_of(source) for source in cfg.sources]
     tokenizer = None if all(token_paths) else tokenizers.load_tokenizer(cfg.tokenizer)
     corpora: list[Corpus] = []
@@ -209,6 +230,30 @@ def _read_text(source: config.Source, tokenizer: tokenizers.Tokenizer) -> TextCo
         n_ids=tokenizer.vocab_size,
         stream=np.concatenate(encoded),
         starts=np.cumsum(lengths) - lengths,
+    )
+
+
+def _read_examples(source: config.Source, tokenizer: tokenizers.Tokenizer) -> ExampleCorpus:
+    found = list(examples.read_examples(source, tokenizer))
+    if not found:
+        raise ValueError(f"source {source.path!r} is empty: no example")
+    lengths = np.array([len(one.tokens) for one in found], np.int64)
+    firsts = [int(np.argmax(one.trained)) for one in found]
+    # What all train on from the start have no prompt to be told by.
+    prompts = [
+        one.tokens[:first] if first > 1 else one.tokens
+        for one, first in zip(found, firsts, strict=True)
+    ]
+    stream = np.concatenate([one.tokens for one in found])
+    return ExampleCorpus(
+        source=source,
+        lengths=lengths,
+        keys=np.array([hashing.document_key(prompt) for prompt in prompts], np.uint64),
+        n_ids=max(tokenizer.vocab_size, int(stream.max()) + 1),
+        stream=stream,
+        starts=np.cumsum(lengths) - lengths,
+        trained=np.concatenate([one.trained for one in found]),
+        names=[one.name for one in found],
     )
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import grain
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Shaped
 
 from train.data import config, mixture, packing
 from train.data import corpus as corpora
 
 logger = logging.getLogger(__name__)
 
-Batch = dict[str, Int32[np.ndarray, "B T"]]
+Batch = dict[str, Shaped[np.ndarray, "B T"]]
 
 HELDOUT_SEED = 0  # fixed, so that runs of different seeds are measured on the same rows
 MAX_THREADS = 16  # grain's own default
@@ -248,4 +248,8 @@ def _identity(
 def _digest(rows: packing.Rows) -> str:
     """Hash which documents are cut into rows, and in which order."""
     keys = rows.corpus.keys[rows.order]
-    return hashlib.sha256(np.ascontiguousarray(keys, "<u8").data).hexdigest()
+    digest = hashlib.sha256(np.ascontiguousarray(keys, "<u8").data)
+    if isinstance(rows.corpus, corpora.ExampleCorpus):  # whose keys hash a part of them
+        digest.update(np.ascontiguousarray(rows.corpus.stream, "<i4").data)
+        digest.update(rows.corpus.trained.data)
+    return digest.hexdigest()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import grain
+import numpy as np
 
 from train.data import config, hashing, packing
 from train.data import corpus as corpora
@@ -37,7 +38,7 @@ def split_rows(
 
     Args:
         opened: one corpus a source.
-        cfg: `seq_len`, `pack` and `heldout_fraction` are read.
+        cfg: `seq_len`, `examples`, `pack` and `heldout_fraction` are read.
         split: the side of the split.
         seed: orders the documents before they are cut; None keeps the order of the files.
 
@@ -45,11 +46,14 @@ def split_rows(
         the rows of each source, at least one each.
 
     Raises:
-        ValueError: a source has no document on this side.
+        ValueError: a source has no document on this side, or an example is longer than a row.
     """
-    rows_class = packing.PackedRows if cfg.pack else packing.DocumentRows
+    packed = packing.WholeRows if cfg.examples else packing.PackedRows
+    rows_class = packed if cfg.pack else packing.DocumentRows
     rows: list[packing.Rows] = []
     for corpus in opened:
+        if isinstance(corpus, corpora.ExampleCorpus):
+            _check_lengths(corpus, cfg.seq_len)
         order = hashing.split_documents(
             corpus.keys, heldout_fraction=cfg.heldout_fraction, split=split
         )
@@ -63,6 +67,18 @@ def split_rows(
                 " the fraction, or give the source more documents"
             )
     return rows
+
+
+def _check_lengths(corpus: corpora.ExampleCorpus, seq_len: int) -> None:
+    """Refuse examples that a row would cut."""
+    too_long = np.flatnonzero(corpus.lengths > seq_len)
+    if len(too_long):
+        first = too_long[0]
+        raise ValueError(
+            f"{corpus.names[first]}: {corpus.lengths[first]} tokens, more than seq_len={seq_len}, and"
+            f" examples are never cut ({len(too_long)} of {len(corpus.lengths)} are too long);"
+            " raise seq_len, or leave them out"
+        )
 
 
 def mix(

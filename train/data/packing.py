@@ -4,18 +4,20 @@ A row is `{"tokens": int32 [T], "segment_ids": int32 [T]}`. Segments count 1, 2,
 one a document or part of one; 0 marks padding, whose token is 0. Every token of every document
 lies in exactly one row. A part that continues a document starts a segment of its own, without
 bos and without sight of the earlier part, so its first token is seen but never predicted: about
-one token in T, and all of a part that is one token long.
+one token in T, and all of a part that is one token long. Rows of examples hold whole documents,
+and also `"trained": bool [T]`, false for padding.
 """
 
 import abc
+import bisect
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int64, Shaped
 
 from train.data import corpus as corpora
 
-Row = dict[str, Int32[np.ndarray, " T"]]
+Row = dict[str, Shaped[np.ndarray, " T"]]
 
 
 class Piece(NamedTuple):
@@ -71,17 +73,22 @@ class Rows(abc.ABC):
             row: its number, in [0, len).
 
         Returns:
-            tokens and segment ids.
+            tokens and segment ids; of examples also which tokens train.
         """
         tokens = np.zeros(self.seq_len, np.int32)
         segment_ids = np.zeros(self.seq_len, np.int32)
+        trained = np.zeros(self.seq_len, np.bool_)
+        masked = self.corpus if isinstance(self.corpus, corpora.ExampleCorpus) else None
         filled = 0
         for segment, (document, start, stop) in enumerate(self.pieces(row), start=1):
             end = filled + stop - start
             tokens[filled:end] = self.corpus.tokens(document, start, stop)
             segment_ids[filled:end] = segment
+            if masked is not None:
+                trained[filled:end] = masked.trained_tokens(document, start, stop)
             filled = end
-        return {"tokens": tokens, "segment_ids": segment_ids}
+        made: Row = {"tokens": tokens, "segment_ids": segment_ids}
+        return made if masked is None else made | {"trained": trained}
 
 
 class PackedRows(Rows):
@@ -159,3 +166,47 @@ class DocumentRows(Rows):
         n_parts = -(-length // self.seq_len)
         part = row - (int(self._ends[place]) - n_parts)
         return [Piece(document, part * length // n_parts, (part + 1) * length // n_parts)]
+
+
+class WholeRows(Rows):
+    """Fill rows with whole documents: each goes where it leaves the least room, or begins a row.
+
+    Raises:
+        ValueError: a document is longer than a row.
+    """
+
+    def __init__(
+        self, corpus: corpora.Corpus, *, order: Int64[np.ndarray, " chosen"], seq_len: int
+    ):
+        """Place the documents; the class docstring of `Rows` has the arguments."""
+        super().__init__(corpus, order=order, seq_len=seq_len)
+        self._rows: list[list[int]] = []
+        rooms: list[tuple[int, int]] = []  # (free places, row), sorted
+        for document in map(int, order):
+            length = int(corpus.lengths[document])
+            if length > seq_len:
+                raise ValueError(f"document {document} has {length} tokens, rows only {seq_len}")
+            place = bisect.bisect_left(rooms, (length, 0))
+            if place == len(rooms):
+                room, row = seq_len, len(self._rows)
+                self._rows.append([])
+            else:
+                room, row = rooms.pop(place)
+            self._rows[row].append(document)
+            if room > length:
+                bisect.insort(rooms, (room - length, row))
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._rows)
+
+    def pieces(self, row: int) -> list[Piece]:
+        """Return the documents of a row.
+
+        Args:
+            row: the row's number, in [0, len).
+
+        Returns:
+            the documents, each whole.
+        """
+        return [Piece(doc, 0, int(self.corpus.lengths[doc])) for doc in self._rows[row]]

@@ -86,6 +86,21 @@ def read_file(
         raise ValueError(f"{path}: cannot be read: {error}") from error
 
 
+def open_lines(path: Location) -> io.BufferedIOBase:
+    """Open a file of lines.
+
+    Args:
+        path: the file, compressed or not.
+
+    Returns:
+        its bytes, decompressed.
+
+    Raises:
+        ValueError: the file can not be opened.
+    """
+    return _decompress(_open(path), path)
+
+
 def _open(path: Location) -> io.BufferedIOBase:
     try:
         file = path.open("rb")

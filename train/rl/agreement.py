@@ -19,7 +19,7 @@ class Token(NamedTuple):
 
     Attributes:
         rollout: Which of the rollouts.
-        place: Which token of its response.
+        place: Which of its drawn tokens.
         token: Its id.
         sampler: The sampler's log-probability.
         learner: The learner's.
@@ -151,13 +151,16 @@ def compare_selection(
     found = []
     for packed in _microbatches(rollouts, n_rows, row_length):
         selected = sharding.to_host(score(params, packed).selection)
-        for b, s in np.argwhere(packed.rollout >= 0):
-            mine = selected[:, b, packed.segment_ids[b] == s + 1]
-            theirs = rollouts[int(packed.rollout[b, s])].selection
-            assert theirs is not None, "the sampler was asked for selections"
-            # The first tokens read all their keys, and the last was never run by the sampler.
-            compared = slice(mine.shape[-1], -1)
-            found.append(_count_missing(theirs[:, compared], mine[:, compared]))
+        for b, row in enumerate(packed.rollout):
+            first = 0
+            for drawn in (rollouts[int(i)] for i in row if i >= 0):
+                mine, theirs = selected[:, b, first : first + len(drawn.tokens)], drawn.selection
+                assert theirs is not None, "the sampler was asked for selections"
+                for context in drawn.contexts:
+                    # The first tokens read all their keys, and the last was never run by the sampler.
+                    compared = slice(context.start + mine.shape[-1], context.stop - 1)
+                    found.append(_count_missing(theirs[:, compared], mine[:, compared]))
+                first += len(drawn.tokens)
     missing_LT, differ_LT = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
     return Selection(
         sets=differ_LT.size,
@@ -189,7 +192,7 @@ def _microbatches(rollouts: Sequence[Rollout], n_rows: int, row_length: int) -> 
 def _token(rollouts: Sequence[Rollout], learner: list[np.ndarray], i: int, place: int) -> Token:
     drawn = rollouts[i]
     return Token(
-        i, place, int(drawn.response[place]), float(drawn.log_p[place]), float(learner[i][place])
+        i, place, int(drawn.drawn[place]), float(drawn.log_p[place]), float(learner[i][place])
     )
 
 

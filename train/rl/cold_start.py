@@ -1,4 +1,4 @@
-"""The cold start: solved tasks as text, and the pre-training on them that a small policy begins with."""
+"""Solved tasks as text: what a policy is shown before it answers on its own."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 from dsv32_jax import json_files
 from dsv32_jax.encoding import markup
 from dsv32_jax.errors import UsageError
+from train.rl.answer import Style
 from train.rl.problems import number_of
 from train.rl.questions import prompt_text, solution_text
-from train.rl.run_config import GrpoConfig
 from train.rl.task_source import TaskSource
 from train.rl.working import working
 
@@ -17,44 +17,51 @@ FIRST_EXAMPLE = 2**32  # training asks task 0, 1, ...: no run comes this far
 
 
 def write_examples(
-    cfg: GrpoConfig, source: TaskSource, folder: Path, *, show: Callable[[str], None]
-) -> Path:
+    source: TaskSource,
+    path: Path,
+    *,
+    n: int,
+    style: Style,
+    instruction: str,
+    masked: bool,
+    worked: float = 0.0,
+    show: Callable[[str], None],
+) -> None:
     """Write solved tasks, one a line; a file that is there stays.
 
     Generated problems are others than training asks; tasks of files come in training too, as there are no more.
 
     Args:
-        cfg: The run, with a cold start.
-        source: Its tasks.
-        folder: Where the file goes; made where there is none.
+        source: The tasks.
+        path: The file; its folder is made where there is none.
+        n: How many.
+        style: The format of questions and answers.
+        instruction: Put behind each question.
+        masked: Write examples of which only the answers train, else text.
+        worked: Share of them that show the steps to the answer as thinking, where `working` knows them.
         show: Is told how far it is.
-
-    Returns:
-        The file.
 
     Raises:
         UsageError: If a task has no answer to be shown.
     """
-    assert cfg.cold_start is not None, "the run has no cold start"
-    path, n = folder / EXAMPLES_FILE, cfg.cold_start.examples
     if path.is_file():
-        return path
+        return
     lines: list[str] = []
     for i in range(n):
         task = source[FIRST_EXAMPLE + i]
         if not task.answer:
-            raise UsageError(f"task {task.name} has no answer, so cold_start can not show one")
-        steps = (working(task) or "") if _shown(i) < cfg.cold_start.worked else ""
-        style = cfg.rewards.style
-        solution = solution_text(task, style, thinking=steps)
-        text = prompt_text(task, style, cfg.instruction) + solution
-        text = text.removeprefix(markup.BOS).removesuffix(markup.EOS)  # the corpus adds both
-        lines.append(json_files.line_of({"text": text}))
+            raise UsageError(f"task {task.name} has no answer that an example could show")
+        steps = working(task) if _shown(i) < worked else None
+        prompt = prompt_text(task, style, instruction)
+        answer = solution_text(task, style, thinking=steps or "")
+        text = (prompt + answer).removeprefix(markup.BOS).removesuffix(markup.EOS)
+        # The corpus adds both ends to text, but not to examples.
+        entry = {"prompt": prompt, "response": answer} if masked else {"text": text}
+        lines.append(json_files.line_of(entry))
         if (i + 1) % 100 == 0 or i + 1 == n:
             show(f"solved tasks {i + 1}/{n}")
-    folder.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     json_files.replace_text(path, "".join(lines))
-    return path
 
 
 def _shown(number: int) -> float:

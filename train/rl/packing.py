@@ -1,4 +1,4 @@
-"""Rollouts as the arrays of microbatches: several in a row of tokens, each a document of its own."""
+"""Rollouts as the arrays of microbatches: several in a row of tokens, each a document, or several, of its own."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,17 +17,17 @@ from train.rl.rollout import Rollout
 
 
 class Packed(NamedTuple):
-    """A microbatch of rollouts. [B, S, O]: rows, rollouts of a row, tokens of a response.
+    """A microbatch of rollouts. [B, S, O]: rows, rollouts of a row, drawn tokens of a rollout.
 
     Stacked microbatches have a first axis more, see `stack`.
 
     Attributes:
         tokens: int32 [B, T].
-        segment_ids: int32 [B, T], 1.. for the rollouts of a row in order, 0 for padding.
+        segment_ids: int32 [B, T], 1.. for the contexts of a row's rollouts in order, 0 for padding.
         temperature: float32 [B, T], of the token that the place predicts; 1 where it predicts none.
         kept: Of the places that predict a token that was cut from a set; None where none was.
         experts: int32 [L, B, T, A], -1 where the gate chooses; None without replay.
-        place: int32 [B, S, O], the place that predicts each token of a response; 0 where there is none.
+        place: int32 [B, S, O], the place that predicts each token that was drawn; 0 where there is none.
         mask: bool [B, S, O], whether there is one.
         log_p: float32 [B, S, O], as the sampler reported it.
         rollout: int32 [B, S], which of the packed rollouts; -1 for none.
@@ -130,8 +130,11 @@ def _put(packed: Any, where: tuple[int, int, int], i: int, rollout: Rollout) -> 
     b, s, first = where
     n, n_drawn = len(rollout.tokens), rollout.n_drawn
     packed.tokens[b, first : first + n] = rollout.tokens
-    packed.segment_ids[b, first : first + n] = s + 1
-    predicts = first + rollout.n_prompt - 1 + np.arange(n_drawn)
+    number = packed.segment_ids[b].max()
+    for context in rollout.contexts:
+        number += 1
+        packed.segment_ids[b, first + context.start : first + context.stop] = number
+    predicts = first + rollout.places - 1
     packed.temperature[b, predicts] = rollout.temperature
     packed.place[b, s, :n_drawn] = predicts
     packed.mask[b, s, :n_drawn] = True
@@ -166,7 +169,7 @@ def _pack_kept(
             if rollout.kept is not None:
                 sizes = np.diff(rollout.kept.ends, prepend=0)
                 _check_members(rollout, sizes)
-                predicts = first + rollout.n_prompt - 1 + np.arange(rollout.n_drawn)
+                predicts = first + rollout.places - 1
                 places[b].append(np.repeat(predicts, sizes))
                 tokens[b].append(rollout.kept.tokens)
             first += len(rollout.tokens)
@@ -182,12 +185,12 @@ def _pack_kept(
 
 def _check_members(rollout: Rollout, sizes: np.ndarray) -> None:
     assert rollout.kept is not None
-    hits = rollout.kept.tokens == np.repeat(rollout.response, sizes)
+    hits = rollout.kept.tokens == np.repeat(rollout.drawn, sizes)
     found = np.bincount(np.repeat(np.arange(rollout.n_drawn), sizes), weights=hits)
     missing = np.flatnonzero(found == 0)
     if len(missing):
         raise ValueError(
-            f"token {missing[0]} of a response, {rollout.response[missing[0]]}, is not in the set it was drawn from"
+            f"token {missing[0]} of a response, {rollout.drawn[missing[0]]}, is not in the set it was drawn from"
         )
 
 

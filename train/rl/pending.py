@@ -75,6 +75,11 @@ def _columns(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
         "kept_tokens": join([k.tokens for k in kept], np.int32),
         "kept_ends": join([k.ends for k in kept], np.int64),
         "kept_length": np.asarray([len(k.tokens) for k in kept], np.int64),
+        "n_drawn": np.asarray([r.n_drawn for r in rollouts], np.int64),
+        "has_trainable": np.asarray([r.trainable is not None for r in rollouts], bool),
+        "trainable": join([r.trainable for r in rollouts if r.trainable is not None], bool),
+        "starts": join([np.asarray(r.starts) for r in rollouts], np.int64),
+        "n_contexts": np.asarray([len(r.starts) for r in rollouts], np.int64),
         "has_experts": np.asarray([r.experts is not None for r in rollouts], bool),
     }
     experts = [r.experts for r in rollouts if r.experts is not None]
@@ -117,7 +122,10 @@ def _rollouts(arrays: dict[str, np.ndarray]) -> list[Rollout]:
     """Cut the columns into rollouts again."""
     ends = np.cumsum(arrays["length"])
     tokens = np.split(arrays["tokens"], ends[:-1])
-    log_p = np.split(arrays["log_p"], np.cumsum(arrays["length"] - arrays["n_prompt"])[:-1])
+    log_p = np.split(arrays["log_p"], np.cumsum(arrays["n_drawn"])[:-1])
+    masked = arrays["has_trainable"]
+    trainable = iter(np.split(arrays["trainable"], np.cumsum(arrays["length"][masked])[:-1]))
+    starts = np.split(arrays["starts"], np.cumsum(arrays["n_contexts"])[:-1])
     kept = iter(_kept(arrays))
     having, parts = arrays["has_experts"], []
     if having.any():
@@ -133,13 +141,15 @@ def _rollouts(arrays: dict[str, np.ndarray]) -> list[Rollout]:
             temperature=float(arrays["temperature"][i]),
             reason=str(arrays["reason"][i]),  # type: ignore[arg-type]  # one of FinishReason, as it was written
             version=int(arrays["version"][i]),
+            trainable=next(trainable) if masked[i] else None,
+            starts=tuple(starts[i].tolist()),
         )
         for i in range(len(arrays["length"]))
     ]
 
 
 def _kept(arrays: dict[str, np.ndarray]) -> list[KeptSets]:
-    drawn = (arrays["length"] - arrays["n_prompt"])[arrays["has_kept"]]
+    drawn = arrays["n_drawn"][arrays["has_kept"]]
     tokens = np.split(arrays["kept_tokens"], np.cumsum(arrays["kept_length"])[:-1])
     ends = np.split(arrays["kept_ends"], np.cumsum(drawn)[:-1])
     return [KeptSets(*pair) for pair in zip(tokens, ends, strict=False)][: len(drawn)]

@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from dsv32_jax.config import require
 from dsv32_jax.errors import UsageError, WorkFailedError
@@ -264,11 +264,12 @@ def measure(
 
 
 @cache
-def load_function(place: str) -> Callable[[Task, str, int], float]:
-    """Load a reward function of one's own.
+def load_function(place: str, field: str = "custom") -> Callable[..., Any]:
+    """Load a function of one's own, such as a reward.
 
     Args:
         place: `FILE.py:NAME`.
+        field: Of the config, for messages.
 
     Returns:
         The function; the file is run once a process.
@@ -277,17 +278,19 @@ def load_function(place: str) -> Callable[[Task, str, int], float]:
         UsageError: If there is no such file or function, or the file does not run.
     """
     path, colon, name = place.rpartition(":")
-    spec = importlib.util.spec_from_file_location("custom_reward", path) if colon else None
+    spec = importlib.util.spec_from_file_location(f"own_{field}", path) if colon else None
     if spec is None or spec.loader is None:
-        raise UsageError(f"custom={place} must be FILE.py:NAME")
+        raise UsageError(f"{field}={place} must be FILE.py:NAME")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # it is not our code: anything may come
-        raise UsageError(f"custom={place} does not run: {type(error).__name__}: {error}") from error
+        raise UsageError(
+            f"{field}={place} does not run: {type(error).__name__}: {error}"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise UsageError(f"custom={place}: the file has no function {name!r}")
+        raise UsageError(f"{field}={place}: the file has no function {name!r}")
     return function
 
 

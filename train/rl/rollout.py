@@ -1,11 +1,12 @@
 """Responses drawn by the generation engine, with all that the learner needs to see them as the sampler did."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Bool, Float, Int, Integer
 
 from dsv32_jax.generate.engine import Engine
 from dsv32_jax.generate.protocol import FinishEvent, FinishReason, TokenEvent
@@ -28,17 +29,23 @@ class KeptSets(NamedTuple):
 class Rollout:
     """A prompt and a response to it, token by token: nothing of it is ever tokenised again.
 
+    An episode of several turns is one too: results of tools stand among the tokens that were drawn, and where its
+    context was begun anew, several contexts follow each other. Together they are one response with one reward.
+
     Attributes:
-        tokens: int32 [N], the prompt, then the response.
-        n_prompt: Tokens of the prompt.
-        log_p: float32 [O], the sampler's log-probability of each token of the response, under what it drew from.
+        tokens: int32 [N], the prompt, then the response; all contexts, one after the other.
+        n_prompt: Tokens of the first prompt.
+        log_p: float32 [O], the sampler's log-probability of each token that was drawn, under what it was drawn from.
         kept: What that was; None where every token was open.
-        experts: [L, N, A], each token's experts in each expert layer, -1 for the last token; None if not kept.
+        experts: [L, N, A], each token's experts in each expert layer, -1 for a context's last token; None if not kept.
         temperature: That the logits were divided by.
         reason: "stop" or "length".
         version: Of the weights, in updates of the learner.
         selection: [layers, N, K], positions of the keys that each token selected in each layer, ascending, then -1; -1
             for the last token; None if not kept. It is there to be compared, and no file keeps it.
+        trainable: bool [N], which tokens were drawn; None for all after the prompt.
+        starts: Where each context begins: none sees another.
+        outcome: What a judge needs beside the tokens, such as an episode's trajectory; no file keeps it.
     """
 
     tokens: Int[np.ndarray, " N"]
@@ -50,16 +57,37 @@ class Rollout:
     reason: FinishReason
     version: int
     selection: Integer[np.ndarray, "layers N K"] | None = None
+    trainable: Bool[np.ndarray, " N"] | None = None
+    starts: tuple[int, ...] = (0,)
+    outcome: Any = None
+
+    @property
+    def places(self) -> Integer[np.ndarray, " O"]:
+        """Where in `tokens` those stand that were drawn."""
+        if self.trainable is None:
+            return np.arange(self.n_prompt, len(self.tokens))
+        return np.flatnonzero(self.trainable)
 
     @property
     def n_drawn(self) -> int:
-        """Tokens of the response."""
-        return len(self.tokens) - self.n_prompt
+        """Tokens that were drawn."""
+        return len(self.log_p)
 
     @property
-    def response(self) -> Int[np.ndarray, " O"]:
-        """Its tokens."""
+    def drawn(self) -> Int[np.ndarray, " O"]:
+        """The tokens that were drawn."""
+        return self.tokens[self.places]
+
+    @property
+    def response(self) -> Int[np.ndarray, " R"]:
+        """All after the prompt."""
         return self.tokens[self.n_prompt :]
+
+    @property
+    def contexts(self) -> list[slice]:
+        """Where in `tokens` each context stands."""
+        bounds = [*self.starts, len(self.tokens)]
+        return [slice(*pair) for pair in itertools.pairwise(bounds)]
 
 
 @dataclass
@@ -92,7 +120,7 @@ def sample(
             does not report.
     """
     for _, params in requests:
-        _check(engine, params)
+        check_params(engine, params)
     drafts: dict[int, _Draft] = {}
     waiting = iter(enumerate(requests))
     more = True
@@ -114,8 +142,16 @@ def sample(
                 yield draft.place, _finished(drafts.pop(event.request), event, version)
 
 
-def _check(engine: Engine, params: SamplingParams) -> None:
-    """Refuse settings under which the sampler's probabilities would not be the policy's."""
+def check_params(engine: Engine, params: SamplingParams) -> None:
+    """Refuse settings under which the sampler's probabilities would not be the policy's.
+
+    Args:
+        engine: That draws.
+        params: How.
+
+    Raises:
+        ValueError: If there are such.
+    """
     if params.temperature == 0:
         raise ValueError("temperature=0 draws greedily, which has no policy gradient")
     if (params.top_p < 1 or params.top_k > 0) and not engine.cfg.keep_sets:

@@ -71,6 +71,7 @@ class ColdStartConfig:
         dense: Dense attention.
         warmup: The indexers' warm-up.
         sparse: Everything under the selection.
+        masked: Train on the answers alone, not on the questions before them.
     """
 
     examples: int
@@ -80,6 +81,7 @@ class ColdStartConfig:
     dense: StageConfig
     warmup: StageConfig
     sparse: StageConfig
+    masked: bool = False
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -174,6 +176,7 @@ class GrpoConfig:
                 seq_len=cold.seq_len,
                 batch_size=cold.batch_size,
                 seed=self.seed,
+                examples=cold.masked,
                 heldout_fraction=0.0,
             ),
             dense=cold.dense,

@@ -107,9 +107,8 @@ class TaskSource:
         """Open the sources; the class docstring has the arguments."""
         files = {file.path: read_tasks(Path(file.path)) for file in cfg.files}
         parts = [_hold_out(family, cfg.held_out) for family in cfg.families]
-        below = cfg.held_out_fraction * 2**48
-        # The side is told by the question alone: copies of one, in any file, fall on the same.
-        parts += [[t for t in tasks if number_of(t.question) < below] for tasks in files.values()]
+        fraction = cfg.held_out_fraction
+        parts += [[t for t in tasks if is_held_out(t, fraction)] for tasks in files.values()]
         in_turn = itertools.chain.from_iterable(itertools.zip_longest(*parts))
         kept = [task for task in in_turn if task is not None]
         self.held_out: Sequence[Task] = kept
@@ -133,6 +132,19 @@ class TaskSource:
     def __getitem__(self, index: int) -> Task:
         """Return the task at an index, from 0 on without end; a file comes in a new order each epoch."""
         return self._mixed[index]
+
+
+def is_held_out(task: Task, fraction: float) -> bool:
+    """Tell whether a file's task is held out, by its question alone: copies, in any file, fall on the same side.
+
+    Args:
+        task: The task.
+        fraction: The share of questions that are.
+
+    Returns:
+        Whether it is.
+    """
+    return number_of(task.question) < fraction * 2**48
 
 
 def _hold_out(family: Family, n: int) -> list[Task]:

@@ -6,6 +6,7 @@ import pytest
 from train.data import config, packing
 
 KINDS = [packing.PackedRows, packing.DocumentRows]
+LENGTHS = np.random.default_rng(1).integers(1, 17, size=60)
 
 
 def corpus_of(lengths):
@@ -107,3 +108,43 @@ def test_an_empty_document_within_a_row_takes_no_segment_number():
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_documents_make_no_rows(corpus, kind):
     assert cut(kind, corpus, order=[])[1] == []
+
+
+def test_whole_rows_hold_each_document_once_and_uncut():
+    rows, made = cut(packing.WholeRows, corpus_of(LENGTHS))
+    found = [
+        (int(row["tokens"][where[0]]) // 1000, len(where))
+        for row in made
+        for segment in range(1, row["segment_ids"].max() + 1)
+        for where in [np.flatnonzero(row["segment_ids"] == segment)]
+    ]
+
+    assert sorted(found) == list(enumerate(LENGTHS))
+    for row in made:
+        used = row["tokens"][row["segment_ids"] > 0]
+        assert set(np.diff(used)) - {1} == set() or row["segment_ids"].max() > 1
+        assert not row["tokens"][len(used) :].any()
+    assert rows.n_tokens == LENGTHS.sum()
+
+
+def test_whole_rows_leave_less_room_than_a_row_each_and_never_two_rows_that_fit_in_one():
+    used = [
+        int((row["segment_ids"] > 0).sum()) for row in cut(packing.WholeRows, corpus_of(LENGTHS))[1]
+    ]
+
+    assert min(used) > 0
+    assert sum(sorted(used)[:2]) > 16  # else the later one's first document had gone into the other
+
+
+def test_a_document_goes_where_it_leaves_the_least_room():
+    rows, _ = cut(packing.WholeRows, corpus_of([10, 13, 3, 6]))
+
+    assert [[piece.document for piece in rows.pieces(i)] for i in range(len(rows))] == [
+        [0, 3],
+        [1, 2],
+    ]
+
+
+def test_a_document_longer_than_a_row_is_refused():
+    with pytest.raises(ValueError, match="document 1 has 17 tokens, rows only 16"):
+        cut(packing.WholeRows, corpus_of([4, 17]))

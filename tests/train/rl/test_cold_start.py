@@ -1,0 +1,78 @@
+"""Solved tasks as text, or as examples whose answers alone train."""
+
+import dataclasses
+import json
+
+import pytest
+
+from configs import grpo as default
+from dsv32_jax import tokenizer as tokenizers
+from dsv32_jax.errors import UsageError
+from train.data import examples
+from train.rl import cold_start
+from train.rl.problems import Family
+from train.rl.task_source import TaskConfig, TaskFile, TaskSource
+
+
+@pytest.fixture(scope="module")
+def source():
+    return TaskSource(TaskConfig(families=(Family(name="spell_backward"),), held_out=4))
+
+
+def write(source, path, **changes):
+    settings = {
+        "n": 5,
+        "style": "plain",
+        "instruction": "",
+        "masked": True,
+        "show": lambda text: None,
+    }
+    cold_start.write_examples(source, path, **(settings | changes))
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_masked_examples_train_the_answer_and_the_end_of_the_turn(source, tmp_path):
+    for i, entry in enumerate(write(source, tmp_path / "a" / "e.jsonl")):
+        task = source[cold_start.FIRST_EXAMPLE + i]
+        found = examples.parse_example(json.dumps(entry), "x:1", tokenizers.ByteTokenizer())
+        trained = found.tokens[found.trained].tolist()
+        assert trained == [*task.answer.encode(), tokenizers.ByteTokenizer.eos_id]
+        shown = found.tokens[~found.trained].tolist()
+        assert shown == [tokenizers.ByteTokenizer.bos_id, *f"{task.question}\n".encode()]
+
+
+def test_text_is_the_same_without_the_ends_that_the_corpus_adds(source, tmp_path):
+    masked = write(source, tmp_path / "masked.jsonl")
+    plain = write(source, tmp_path / "plain.jsonl", masked=False)
+
+    for one, other in zip(masked, plain, strict=True):
+        assert list(other) == ["text"]
+        assert other["text"] in one["prompt"] + one["response"]
+        assert len(one["prompt"] + one["response"]) > len(other["text"])
+
+
+def test_a_file_that_is_there_stays(source, tmp_path):
+    first = write(source, tmp_path / "e.jsonl", n=2)
+
+    assert write(source, tmp_path / "e.jsonl", n=5) == first
+
+
+def test_a_task_without_an_answer_is_named(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text(
+        "".join(json.dumps({"question": f"q{i}", "rubric": "r"}) + "\n" for i in range(9))
+    )
+    source = TaskSource(TaskConfig(files=(TaskFile(path=str(path)),)))
+
+    with pytest.raises(UsageError, match=r"task t:\d has no answer"):
+        write(source, tmp_path / "e.jsonl")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_cold_start_of_reinforcement_learning_trains_as_it_says(masked):
+    cfg = default.get_config()
+    cold = dataclasses.replace(cfg.cold_start, masked=masked)
+
+    run = dataclasses.replace(cfg, cold_start=cold).cold_start_run("e.jsonl")
+
+    assert run.data.examples == masked

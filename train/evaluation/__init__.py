@@ -1,0 +1,1 @@
+"""Measuring policies on tasks: attempts, statistics, reports, and a page to look through them."""
