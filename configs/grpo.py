@@ -45,12 +45,20 @@ def get_config() -> GrpoConfig:
                 Family(
                     name="chain_sum",
                     settings=(
-                        ("min_terms", 3), ("max_terms", 3), ("min_digits", 1), ("max_digits", 1)
+                        ("min_terms", 3),
+                        ("max_terms", 3),
+                        ("min_digits", 1),
+                        ("max_digits", 1),
                     ),
                 ),
                 Family(
                     name="simple_equations",
-                    settings=(("min_terms", 1), ("max_terms", 2), ("min_value", 1), ("max_value", 9)),
+                    settings=(
+                        ("min_terms", 1),
+                        ("max_terms", 2),
+                        ("min_value", 1),
+                        ("max_value", 9),
+                    ),
                 ),
             ),
             held_out=32,

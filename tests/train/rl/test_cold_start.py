@@ -9,7 +9,7 @@ from configs import grpo as default
 from dsv32_jax import tokenizer as tokenizers
 from dsv32_jax.errors import UsageError
 from train.data import examples
-from train.rl import cold_start
+from train.rl import answer, cold_start, questions
 from train.rl.problems import Family
 from train.rl.task_source import TaskConfig, TaskFile, TaskSource
 
@@ -76,3 +76,45 @@ def test_the_cold_start_of_reinforcement_learning_trains_as_it_says(masked):
     run = dataclasses.replace(cfg, cold_start=cold).cold_start_run("e.jsonl")
 
     assert run.data.examples == masked
+
+
+def test_a_share_of_the_examples_shows_the_steps_as_thinking(tmp_path):
+    settings = (("min_terms", 2), ("max_terms", 3))
+    sums = TaskSource(TaskConfig(families=(Family(name="chain_sum", settings=settings),)))
+    shares = {}
+    for worked in (0.0, 0.25, 1.0):
+        entries = write(sums, tmp_path / f"{worked}", n=200, style="thinking", worked=worked)
+        thoughts = [entry["response"].partition("</think>")[0] for entry in entries]
+        shares[worked] = sum(map(bool, thoughts)) / len(thoughts)
+
+    assert shares[0.0] == 0
+    assert shares[1.0] == 1
+    assert 0.15 < shares[0.25] < 0.35
+
+
+def test_steps_need_a_format_with_thinking(source):
+    with pytest.raises(ValueError, match="no place for thinking"):
+        questions.solution_text(source[0], "plain", thinking="n o")
+    cfg = default.get_config()
+    plain = dataclasses.replace(cfg.rewards, style="plain")
+    with pytest.raises(ValueError, match=r"worked=0\.5 needs rewards\.style"):
+        dataclasses.replace(
+            cfg, rewards=plain, cold_start=dataclasses.replace(cfg.cold_start, worked=0.5)
+        )
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("thinking", "n o</think>A<｜end▁of▁sentence｜>"),
+        ("tags", "n o<answer>A</answer><｜end▁of▁sentence｜>"),
+    ],
+)
+def test_a_solution_reads_back_as_its_thinking_and_answer(source, style, text):
+    task = dataclasses.replace(source[0], answer="A")
+
+    solution = questions.solution_text(task, style, thinking="n o")
+
+    assert solution == text
+    found = answer.read(solution, style, cut=False)
+    assert (found.thinking, found.final, found.well_formed) == ("n o", "A", True)
