@@ -1,5 +1,6 @@
 """Reinforcement learning by GRPO with DeepSeek-V3.2's stabilisers, from a cold-started or a given policy."""
 
+import contextlib
 import logging
 import sys
 import time
@@ -11,7 +12,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from dsv32_jax import command_line, joining, json_files, progress_line
-from dsv32_jax.convert import storage
 from dsv32_jax.convert.storage import Location
 from dsv32_jax.errors import UsageError
 from dsv32_jax.parameters import Parameters
@@ -39,7 +39,8 @@ ABOUT = command.CommandHelp(
     python -m train.grpo
     python -m train.grpo --workdir runs/mine rl.steps=200 rl.rollouts.temperature=0.9
     python -m train.grpo 'tasks.families=chain_sum:max_terms=3,gcd' 'tasks.files=mine.jsonl'
-    python -m train.grpo --config grpo_671b.py init_from=DIR distributed=true
+    python -m train.grpo --workdir gs://bucket/run rewards.ray=HEAD:6379 rewards.workers=32
+    python -m train.grpo --config v32_671b_grpo.py init_from=DIR distributed=true
     """,
     default_config="grpo.py",
 )
@@ -67,10 +68,9 @@ def main(cfg: GrpoConfig, workdir: Location) -> int:
         joining.join()
     if _is_finished(cfg, workdir):
         logger.info("this run is finished")
-        _show_report(workdir)
+        run_folder.show_report(workdir)
         return 0
-    if storage.is_remote(workdir):
-        raise UsageError(f"workdir={workdir} must be a folder: a run keeps files open in it")
+    stop = StopOnSignal()
     with command_line.wrong_usage():
         mesh = cfg.make_mesh()
         cfg.check_mesh(mesh)
@@ -78,13 +78,14 @@ def main(cfg: GrpoConfig, workdir: Location) -> int:
         _check_vocab(cfg, tokenizer)
         source = TaskSource(cfg.tasks)
         _check_tasks(cfg, source)
-        start = _policy(cfg, source, workdir, mesh)
-    with (
-        hosts.losses_named(),
-        jax.set_mesh(mesh),
-        StopOnSignal() as stop,
-        Rewarder(cfg.rewards, workdir, should_stop=lambda: bool(stop.requested)) as rewarder,
-    ):
+    # The rewarder comes first: what it lacks is to be said before hours go into a cold start.
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(hosts.losses_named())
+        rewarder = stack.enter_context(_rewarder(cfg, workdir, stop))
+        with command_line.wrong_usage():
+            start = _policy(cfg, source, workdir, mesh)
+        stack.enter_context(jax.set_mesh(mesh))
+        stack.enter_context(stop)
         pose = partial(
             Questions,
             tokenizer=tokenizer,
@@ -111,7 +112,7 @@ def main(cfg: GrpoConfig, workdir: Location) -> int:
         json_files.write_json(workdir / SUMMARY_FILE, figures)
         json_files.replace_text(workdir / REPORT_FILE, report.report_text(figures))
         report.draw(rows, figures, workdir / "plots" / "grpo.png")
-    _show_report(workdir)
+    run_folder.show_report(workdir)
     return 0
 
 
@@ -119,7 +120,9 @@ def _is_finished(cfg: GrpoConfig, workdir: Location) -> bool:
     def may_change(field: str) -> bool:
         return field in CHANGEABLE or field.split(".")[0] in CHANGEABLE
 
-    trained = (*workdir.glob("checkpoints/*"), *workdir.glob("cold_start/**/checkpoints/*"))
+    cold = workdir / "cold_start"
+    folders = (workdir, cold, *cold.glob("stages/*"))
+    trained = (path for folder in folders for path in folder.glob("checkpoints/*"))
     return run_folder.is_finished(cfg, workdir, trained=trained, may_change=may_change)
 
 
@@ -143,6 +146,19 @@ def _check_tasks(cfg: GrpoConfig, source: TaskSource) -> None:
     require_scorable(cfg.rewards, (*source.held_out, *drawn))
 
 
+def _rewarder(
+    cfg: GrpoConfig, workdir: Location, stop: StopOnSignal
+) -> contextlib.AbstractContextManager[Rewarder | None]:
+    """Make the rewarder on process 0, which alone judges; what is wrong with it ends every process."""
+    made: list[Rewarder] = []
+
+    def make() -> None:
+        made.append(Rewarder(cfg.rewards, workdir, should_stop=lambda: bool(stop.requested)))
+
+    hosts.as_process_0(make)
+    return made[0] if made else contextlib.nullcontext()
+
+
 def _policy(
     cfg: GrpoConfig, source: TaskSource, workdir: Location, mesh: Mesh
 ) -> Callable[[], Parameters]:
@@ -159,13 +175,6 @@ def _policy(
     run = cfg.cold_start_run(str(path))
     pretrain.main(run, folder)
     return lambda: restore_parameters(run, folder, mesh)
-
-
-def _show_report(workdir: Location) -> None:
-    """Print the report."""
-    path = workdir / REPORT_FILE
-    if path.is_file() and command_line.process_index() == 0:
-        sys.stdout.write("\n" + path.read_text() + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A run's folder: whose it is, and whether the run in it is finished."""
 
 import json
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -45,3 +46,10 @@ def is_finished(
         (workdir / SUMMARY_FILE).unlink(missing_ok=True)
         json_files.write_json(path, now)
     return False
+
+
+def show_report(workdir: Location) -> None:
+    """Print a run's report, where there is one, on process 0."""
+    path = workdir / REPORT_FILE
+    if path.is_file() and command_line.process_index() == 0:
+        sys.stdout.write("\n" + path.read_text() + "\n")

@@ -1,9 +1,9 @@
 """The cold start: solved tasks as text, and the pre-training on them that a small policy begins with."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from dsv32_jax import json_files
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.encoding import markup
 from dsv32_jax.errors import UsageError
 from train.rl.questions import prompt_text, solution_text
@@ -15,8 +15,8 @@ FIRST_EXAMPLE = 2**32  # training asks task 0, 1, ...: no run comes this far
 
 
 def write_examples(
-    cfg: GrpoConfig, source: TaskSource, folder: Path, *, show: Callable[[str], None]
-) -> Path:
+    cfg: GrpoConfig, source: TaskSource, folder: Location, *, show: Callable[[str], None]
+) -> Location:
     """Write solved tasks, one a line; a file that is there stays.
 
     Generated problems are others than training asks; tasks of files come in training too, as there are no more.
