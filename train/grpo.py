@@ -24,6 +24,7 @@ from train.rl.questions import Questions
 from train.rl.rewards import Rewarder, require_scorable
 from train.rl.run_config import GrpoConfig
 from train.rl.task_source import TaskSource
+from train.rl.trainer import MAX_TRIES
 from train.run_folder import REPORT_FILE, SUMMARY_FILE
 from train.signals import StopOnSignal
 from train.start import find_start, restore_parameters
@@ -77,7 +78,14 @@ def main(cfg: GrpoConfig, workdir: Location) -> int:
         tokenizer = load_tokenizer(cfg.tokenizer)
         _check_vocab(cfg, tokenizer)
         source = TaskSource(cfg.tasks)
+        pose = partial(
+            Questions,
+            tokenizer=tokenizer,
+            style=cfg.rewards.style,
+            instruction=cfg.instruction,
+        )
         _check_tasks(cfg, source)
+        _check_prompts(cfg, pose(source, rewarder=None), pose(source.held_out, rewarder=None))
     # The rewarder comes first: what it lacks is to be said before hours go into a cold start.
     with contextlib.ExitStack() as stack:
         stack.enter_context(hosts.losses_named())
@@ -86,20 +94,13 @@ def main(cfg: GrpoConfig, workdir: Location) -> int:
             start = _policy(cfg, source, workdir, mesh)
         stack.enter_context(jax.set_mesh(mesh))
         stack.enter_context(stop)
-        pose = partial(
-            Questions,
-            tokenizer=tokenizer,
-            rewarder=rewarder,
-            style=cfg.rewards.style,
-            instruction=cfg.instruction,
-        )
-        asked = pose(source)
+        asked = pose(source, rewarder=rewarder)
         setting = Setting(
             model=cfg.model,
             rl=cfg.rl,
             kl_strength=cfg.kl_strength,
             tasks=asked,
-            held_out=pose(source.held_out),
+            held_out=pose(source.held_out, rewarder=rewarder),
             text=asked.text,
             checkpoint=cfg.checkpoint,
             metrics=cfg.metrics,
@@ -135,15 +136,33 @@ def _check_vocab(cfg: GrpoConfig, tokenizer: Tokenizer) -> None:
 
 
 def _check_tasks(cfg: GrpoConfig, source: TaskSource) -> None:
-    """Refuse tasks that can not be rewarded, and an evaluation of more tasks than there are."""
+    """Refuse tasks that can not be rewarded, and comparisons of more tasks than there are."""
     n = len(source.held_out)
-    if cfg.rl.evaluate_tasks > n:
-        raise UsageError(
-            f"rl.evaluate_tasks={cfg.rl.evaluate_tasks}, but only {n} tasks are held out;"
-            " raise tasks.held_out or lower it"
-        )
+    asked = {"evaluate_tasks": cfg.rl.evaluate_tasks, "gate.prompts": cfg.rl.gate.prompts}
+    for name, number in asked.items():
+        if number > n:
+            raise UsageError(
+                f"rl.{name}={number}, but only {n} tasks are held out; raise tasks.held_out or lower it"
+            )
     drawn = (source[i] for i in range(cfg.rl.rollouts.prompts))
     require_scorable(cfg.rewards, (*source.held_out, *drawn))
+
+
+def _check_prompts(cfg: GrpoConfig, asked: Questions, held_out: Questions) -> None:
+    """Refuse prompts that the sampler could not take, before anything is trained."""
+    rollouts = cfg.rl.rollouts
+    if not any(len(asked.ask(i).prompt) <= rollouts.max_prompt_tokens for i in range(MAX_TRIES)):
+        raise UsageError(
+            f"rl.rollouts.max_prompt_tokens={rollouts.max_prompt_tokens}, but none of the first {MAX_TRIES} tasks has"
+            f" so short a prompt; that of {asked.ask(0).task.name} has {len(asked.ask(0).prompt)} tokens"
+        )
+    for i in range(max(cfg.rl.evaluate_tasks, cfg.rl.gate.prompts)):
+        task = held_out.ask(i)
+        if len(task.prompt) >= rollouts.max_len:
+            raise UsageError(
+                f"the held-out task {task.task.name} has a prompt of {len(task.prompt)} tokens, which leaves no room in"
+                f" max_prompt_tokens + max_tokens={rollouts.max_len}; raise rl.rollouts.max_prompt_tokens"
+            )
 
 
 def _rewarder(

@@ -33,7 +33,7 @@ def is_finished(
     path = workdir / CONFIG_FILE
     now = json.loads(json.dumps(overrides.to_json_dict(cfg)))
     if path.is_file() and any(True for _ in trained):
-        before = json.loads(path.read_text())
+        before = json_files.read_object(path)
         lines = overrides.config_diff(before, now)
         changed = [line for line in lines if not may_change(line.split(":")[0])]
         if changed:

@@ -309,7 +309,7 @@ class Run:
         }
         path = self._folder / SAMPLES_FILE
         # A run that was cut off comes by this step a second time.
-        rows = [one for one in json_files.read_lines(path) if one["step"] < step] + [row]
+        rows = [one for one in json_files.read_lines(path) if one.get("step", step) < step] + [row]
         json_files.replace_text(path, "".join(map(json_files.line_of, rows)))
         shown = "\n".join(map(samples_text, rows))
         json_files.replace_text(self._folder / SAMPLES_TEXT, shown)
