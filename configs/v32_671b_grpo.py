@@ -6,7 +6,8 @@ DeepSeek-R1: 32,768 tokens, groups of 16, 512 prompts a rollout in 16 minibatche
 here: no KL in mathematics ("weak or zero" in the report), delta 0.5 nats a token, clipping 0.2 and 0.28, the length
 penalty's range, the weights of format and language.
 Command: python -m train.grpo --config v32_671b_grpo.py init_from=DIR tasks.files=TASKS.jsonl distributed=true
-Hardware: a pod. Never run; builds in the tests, and the update itself compiles for pods (`train.compile --steps grpo`).
+Hardware: a pod. Never run; in the tests it builds and a minibatch's update traces on 512 devices, and an update of
+other row lengths compiles for pods (`train.compile --steps grpo`).
 """
 
 from dsv32_jax import config

@@ -4,7 +4,8 @@ Source: DeepSeek-V3.2 report, section 3: trained on reasoning data only with a r
 with rewards of DeepSeekMath-V2, for which a judge with a rubric stands here (`rewards.judge`, tasks with a `rubric`).
 Chosen here: 65,536 tokens, R1's second limit, and no length penalty at all.
 Command: python -m train.grpo --config v32_671b_speciale.py init_from=DIR tasks.files=PROBLEMS.jsonl distributed=true
-Hardware: a pod. Never run; builds in the tests, and the update itself compiles for pods (`train.compile --steps grpo`).
+Hardware: a pod. Never run; in the tests it builds and a minibatch's update traces on 512 devices, and an update of
+other row lengths compiles for pods (`train.compile --steps grpo`).
 """
 
 from dataclasses import replace

@@ -1,5 +1,6 @@
 """Reinforcement learning by GRPO with DeepSeek-V3.2's stabilisers, from a cold-started or a given policy."""
 
+import contextlib
 import logging
 import sys
 import time
@@ -11,7 +12,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from dsv32_jax import command_line, joining, json_files, progress_line
-from dsv32_jax.convert import storage
 from dsv32_jax.convert.storage import Location
 from dsv32_jax.errors import UsageError
 from dsv32_jax.parameters import Parameters
@@ -24,6 +24,7 @@ from train.rl.questions import Questions
 from train.rl.rewards import Rewarder, require_scorable
 from train.rl.run_config import GrpoConfig
 from train.rl.task_source import TaskSource
+from train.rl.trainer import MAX_TRIES
 from train.run_folder import REPORT_FILE, SUMMARY_FILE
 from train.signals import StopOnSignal
 from train.start import find_start, restore_parameters
@@ -39,7 +40,8 @@ ABOUT = command.CommandHelp(
     python -m train.grpo
     python -m train.grpo --workdir runs/mine rl.steps=200 rl.rollouts.temperature=0.9
     python -m train.grpo 'tasks.families=chain_sum:max_terms=3,gcd' 'tasks.files=mine.jsonl'
-    python -m train.grpo --config grpo_671b.py init_from=DIR distributed=true
+    python -m train.grpo --workdir gs://bucket/run rewards.ray=HEAD:6379 rewards.workers=32
+    python -m train.grpo --config v32_671b_grpo.py init_from=DIR distributed=true
     """,
     default_config="grpo.py",
 )
@@ -67,38 +69,38 @@ def main(cfg: GrpoConfig, workdir: Location) -> int:
         joining.join()
     if _is_finished(cfg, workdir):
         logger.info("this run is finished")
-        _show_report(workdir)
+        run_folder.show_report(workdir)
         return 0
-    if storage.is_remote(workdir):
-        raise UsageError(f"workdir={workdir} must be a folder: a run keeps files open in it")
+    stop = StopOnSignal()
     with command_line.wrong_usage():
         mesh = cfg.make_mesh()
         cfg.check_mesh(mesh)
         tokenizer = load_tokenizer(cfg.tokenizer)
         _check_vocab(cfg, tokenizer)
         source = TaskSource(cfg.tasks)
-        _check_tasks(cfg, source)
-        start = _policy(cfg, source, workdir, mesh)
-    with (
-        hosts.losses_named(),
-        jax.set_mesh(mesh),
-        StopOnSignal() as stop,
-        Rewarder(cfg.rewards, workdir, should_stop=lambda: bool(stop.requested)) as rewarder,
-    ):
         pose = partial(
             Questions,
             tokenizer=tokenizer,
-            rewarder=rewarder,
             style=cfg.rewards.style,
             instruction=cfg.instruction,
         )
-        asked = pose(source)
+        _check_tasks(cfg, source)
+        _check_prompts(cfg, pose(source, rewarder=None), pose(source.held_out, rewarder=None))
+    # The rewarder comes first: what it lacks is to be said before hours go into a cold start.
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(hosts.losses_named())
+        rewarder = stack.enter_context(_rewarder(cfg, workdir, stop))
+        with command_line.wrong_usage():
+            start = _policy(cfg, source, workdir, mesh)
+        stack.enter_context(jax.set_mesh(mesh))
+        stack.enter_context(stop)
+        asked = pose(source, rewarder=rewarder)
         setting = Setting(
             model=cfg.model,
             rl=cfg.rl,
             kl_strength=cfg.kl_strength,
             tasks=asked,
-            held_out=pose(source.held_out),
+            held_out=pose(source.held_out, rewarder=rewarder),
             text=asked.text,
             checkpoint=cfg.checkpoint,
             metrics=cfg.metrics,
@@ -111,7 +113,7 @@ def main(cfg: GrpoConfig, workdir: Location) -> int:
         json_files.write_json(workdir / SUMMARY_FILE, figures)
         json_files.replace_text(workdir / REPORT_FILE, report.report_text(figures))
         report.draw(rows, figures, workdir / "plots" / "grpo.png")
-    _show_report(workdir)
+    run_folder.show_report(workdir)
     return 0
 
 
@@ -119,7 +121,9 @@ def _is_finished(cfg: GrpoConfig, workdir: Location) -> bool:
     def may_change(field: str) -> bool:
         return field in CHANGEABLE or field.split(".")[0] in CHANGEABLE
 
-    trained = (*workdir.glob("checkpoints/*"), *workdir.glob("cold_start/**/checkpoints/*"))
+    cold = workdir / "cold_start"
+    folders = (workdir, cold, *cold.glob("stages/*"))
+    trained = (path for folder in folders for path in folder.glob("checkpoints/*"))
     return run_folder.is_finished(cfg, workdir, trained=trained, may_change=may_change)
 
 
@@ -132,15 +136,46 @@ def _check_vocab(cfg: GrpoConfig, tokenizer: Tokenizer) -> None:
 
 
 def _check_tasks(cfg: GrpoConfig, source: TaskSource) -> None:
-    """Refuse tasks that can not be rewarded, and an evaluation of more tasks than there are."""
+    """Refuse tasks that can not be rewarded, and comparisons of more tasks than there are."""
     n = len(source.held_out)
-    if cfg.rl.evaluate_tasks > n:
-        raise UsageError(
-            f"rl.evaluate_tasks={cfg.rl.evaluate_tasks}, but only {n} tasks are held out;"
-            " raise tasks.held_out or lower it"
-        )
+    asked = {"evaluate_tasks": cfg.rl.evaluate_tasks, "gate.prompts": cfg.rl.gate.prompts}
+    for name, number in asked.items():
+        if number > n:
+            raise UsageError(
+                f"rl.{name}={number}, but only {n} tasks are held out; raise tasks.held_out or lower it"
+            )
     drawn = (source[i] for i in range(cfg.rl.rollouts.prompts))
     require_scorable(cfg.rewards, (*source.held_out, *drawn))
+
+
+def _check_prompts(cfg: GrpoConfig, asked: Questions, held_out: Questions) -> None:
+    """Refuse prompts that the sampler could not take, before anything is trained."""
+    rollouts = cfg.rl.rollouts
+    if not any(len(asked.ask(i).prompt) <= rollouts.max_prompt_tokens for i in range(MAX_TRIES)):
+        raise UsageError(
+            f"rl.rollouts.max_prompt_tokens={rollouts.max_prompt_tokens}, but none of the first {MAX_TRIES} tasks has"
+            f" so short a prompt; that of {asked.ask(0).task.name} has {len(asked.ask(0).prompt)} tokens"
+        )
+    for i in range(max(cfg.rl.evaluate_tasks, cfg.rl.gate.prompts)):
+        task = held_out.ask(i)
+        if len(task.prompt) >= rollouts.max_len:
+            raise UsageError(
+                f"the held-out task {task.task.name} has a prompt of {len(task.prompt)} tokens, which leaves no room in"
+                f" max_prompt_tokens + max_tokens={rollouts.max_len}; raise rl.rollouts.max_prompt_tokens"
+            )
+
+
+def _rewarder(
+    cfg: GrpoConfig, workdir: Location, stop: StopOnSignal
+) -> contextlib.AbstractContextManager[Rewarder | None]:
+    """Make the rewarder on process 0, which alone judges; what is wrong with it ends every process."""
+    made: list[Rewarder] = []
+
+    def make() -> None:
+        made.append(Rewarder(cfg.rewards, workdir, should_stop=lambda: bool(stop.requested)))
+
+    hosts.as_process_0(make)
+    return made[0] if made else contextlib.nullcontext()
 
 
 def _policy(
@@ -168,13 +203,6 @@ def _policy(
     run = cfg.cold_start_run(str(path))
     pretrain.main(run, folder)
     return lambda: restore_parameters(run, folder, mesh)
-
-
-def _show_report(workdir: Location) -> None:
-    """Print the report."""
-    path = workdir / REPORT_FILE
-    if path.is_file() and command_line.process_index() == 0:
-        sys.stdout.write("\n" + path.read_text() + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dsv32_jax.errors import OthersMissingError, WorkFailedError
+from dsv32_jax.errors import OthersMissingError, UsageError, WorkFailedError
 
 # What a collective or the coordination service says when the process at its other end is gone.
 LOST = ("Gloo", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Connection", "NCCL", "task died")
@@ -32,7 +32,8 @@ def as_process_0(value: Callable[[], Any]) -> Any:
         The value.
 
     Raises:
-        WorkFailedError: On every process, where it raised that on process 0.
+        UsageError: On every process, where it raised that on process 0.
+        WorkFailedError: The same.
     """
     if jax.process_count() == 1:
         return value()
@@ -40,15 +41,15 @@ def as_process_0(value: Callable[[], Any]) -> Any:
     if jax.process_index() == 0:
         try:
             answer = {"value": value()}
-        except WorkFailedError as error:
-            answer = {"error": str(error)}
+        except (UsageError, WorkFailedError) as error:
+            answer = {"error": str(error), "is_usage": isinstance(error, UsageError)}
     text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     padded = np.zeros(length, np.uint8)
     padded[: len(text)] = text[:length]
     found = json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))
     if "error" in found:
-        raise WorkFailedError(found["error"])
+        raise (UsageError if found["is_usage"] else WorkFailedError)(found["error"])
     return found["value"]
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv32_jax import cache as caches
@@ -27,7 +27,7 @@ from train.rl import learner, packing
 from train.rl.learner import Targets, Work
 from train.rl.objective import ObjectiveConfig
 from train.rl.packing import Packed
-from train.run_config import RunConfig, check_divides, check_model_on_mesh
+from train.run_config import RunConfig, check_model_on_mesh, check_row_length, check_rows
 from train.stage import MAIN_TRAINS, Stage, train_flops
 from train.step import make_step
 from train.step_estimate import Load
@@ -206,16 +206,14 @@ def grpo_step(cfg: RunConfig, mesh: Mesh, shape: GrpoShape) -> PodStep:
         The step.
     """
     load, model = shape.load(cfg), cfg.model
-    state = _state(model, load.adam, load.stage, mesh)
+    arguments = grpo_arguments(model, load.adam, load.stage, mesh, shape)
     with jax.set_mesh(mesh):
         step = learner.make_step(model, OBJECTIVE, load.adam, kept=shape.kept_tokens > 0)
-        work = _grpo_work(model, mesh, shape)
-    rate = _place(mesh, (), jnp.float32)
     of_token = train_flops(replace(model, mtp=False), load.document, load.stage)
     of_token += flops.forward(replace(model, mtp=False), load.document, "sparse").total
     return PodStep(
         step,
-        (state, state.parameters, work, Rates(rate, rate)),
+        arguments,
         load.tokens,
         load.tokens * of_token,
         shape.row_length,
@@ -224,7 +222,28 @@ def grpo_step(cfg: RunConfig, mesh: Mesh, shape: GrpoShape) -> PodStep:
     )
 
 
-def _grpo_work(model: ModelConfig, mesh: Mesh, shape: GrpoShape) -> Work:
+def grpo_arguments(
+    model: ModelConfig, adam: AdamConfig, stage: Stage, mesh: Mesh | AbstractMesh, shape: GrpoShape
+) -> tuple[Any, ...]:
+    """Return what `learner.make_step`'s function takes, with a reference, as shapes with places.
+
+    Args:
+        model: The policy.
+        adam: Of its moments.
+        stage: "rl" or "rl_indexer".
+        mesh: The mesh.
+        shape: Rollouts.
+
+    Returns:
+        (state, reference, work, rates).
+    """
+    state = _state(model, adam, stage, mesh)
+    work = _grpo_work(model, mesh, shape)
+    rate = _place(mesh, (), jnp.float32)
+    return state, state.parameters, work, Rates(rate, rate)
+
+
+def _grpo_work(model: ModelConfig, mesh: Mesh | AbstractMesh, shape: GrpoShape) -> Work:
     """Return stacked microbatches as `trainer.Learner` lays them out."""
     parts, rows = shape.microbatches, shape.rows // shape.microbatches
     token = (parts, rows, shape.row_length)
@@ -252,7 +271,7 @@ def _grpo_work(model: ModelConfig, mesh: Mesh, shape: GrpoShape) -> Work:
     return Work(packed, targets, _place(mesh, (), jnp.int32))
 
 
-def _state(model: ModelConfig, adam: AdamConfig, stage: Stage, mesh: Mesh) -> Any:
+def _state(model: ModelConfig, adam: AdamConfig, stage: Stage, mesh: Mesh | AbstractMesh) -> Any:
     """Return the abstract training state, on its devices."""
     optimizer = make_optimizer(adam)
     return states.on_devices(
@@ -387,8 +406,8 @@ def check_mesh(cfg: RunConfig, load: Load, mesh: Mesh) -> None:
     """
     check_model_on_mesh(cfg.model, mesh)
     rows = load.rows // load.microbatches
-    check_divides(mesh, rows, f"{load.name} rows / microbatches", *sharding.BATCH_AXES)
-    check_divides(mesh, load.seq_len, f"{load.name} tokens of a row", "context", "tensor")
+    check_rows(mesh, rows, f"{load.name} rows / microbatches")
+    check_row_length(mesh, load.seq_len, f"{load.name} tokens of a row")
 
 
 SERVING: dict[str, Callable[[RunConfig, Mesh, ServingShape], PodStep]] = {
@@ -397,7 +416,9 @@ SERVING: dict[str, Callable[[RunConfig, Mesh, ServingShape], PodStep]] = {
 }
 
 
-def _place(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *logical: str | None) -> Any:
+def _place(
+    mesh: Mesh | AbstractMesh, shape: tuple[int, ...], dtype: Any, *logical: str | None
+) -> Any:
     """Return an abstract array on the mesh."""
     where = NamedSharding(mesh, sharding.spec(*logical))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=where)

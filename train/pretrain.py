@@ -59,7 +59,7 @@ def main(cfg: RunConfig, workdir: Location) -> int:
         joining.join()
     if _is_finished(cfg, workdir):
         logger.info("this run is finished")
-        _show_report(workdir)
+        run_folder.show_report(workdir)
         return 0
     with command_line.wrong_usage():
         mesh = sharding.make_mesh(cfg.mesh)
@@ -82,7 +82,7 @@ def main(cfg: RunConfig, workdir: Location) -> int:
         if cfg.evidence is not None:
             drawn = legs + (control_legs(cfg, workdir) if cfg.evidence.controls else [])
             _write_report(cfg.evidence, workdir, evidence.layer_names(cfg.model), drawn, figures)
-    _show_report(workdir)
+    run_folder.show_report(workdir)
     return 0
 
 
@@ -221,13 +221,6 @@ def _write_report(
     report.draw(
         figures, layers, {leg.name: leg.folder for leg in legs}, workdir / "plots" / "evidence.png"
     )
-
-
-def _show_report(workdir: Location) -> None:
-    """Print the report, where there is one."""
-    path = workdir / REPORT_FILE
-    if path.is_file() and command_line.process_index() == 0:
-        sys.stdout.write("\n" + path.read_text() + "\n")
 
 
 if __name__ == "__main__":

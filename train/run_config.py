@@ -178,12 +178,10 @@ class RunConfig:
         for stage in self.stages:
             data = self.stage_data(stage)
             rows = data.batch_size // self.stage_config(stage).microbatches
-            check_divides(mesh, rows, f"{stage} batch_size / microbatches", *BATCH_AXES)
-            check_divides(mesh, data.seq_len, f"{stage} seq_len", "context", "tensor")
+            check_rows(mesh, rows, f"{stage} batch_size / microbatches")
+            check_row_length(mesh, data.seq_len, f"{stage} seq_len")
         if self.evidence is not None:
-            check_divides(
-                mesh, self.evidence.rows_per_batch, "evidence.rows_per_batch", *BATCH_AXES
-            )
+            check_rows(mesh, self.evidence.rows_per_batch, "evidence.rows_per_batch")
 
 
 def check_model_on_mesh(model: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
@@ -199,6 +197,16 @@ def check_model_on_mesh(model: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
     check_divides(mesh, model.mla.n_heads, "model.mla.n_heads", "tensor")
     check_divides(mesh, model.moe.n_experts, "model.moe.n_experts", "expert")
     check_divides(mesh, model.moe.expert_dim, "model.moe.expert_dim", "tensor")
+
+
+def check_rows(mesh: Mesh | AbstractMesh, n_rows: int, name: str) -> None:
+    """Check that the mesh divides the rows of a batch; raises `ValueError` as `check_divides` does."""
+    check_divides(mesh, n_rows, name, *BATCH_AXES)
+
+
+def check_row_length(mesh: Mesh | AbstractMesh, n_tokens: int, name: str) -> None:
+    """Check that the mesh divides the tokens of a row; raises `ValueError` as `check_divides` does."""
+    check_divides(mesh, n_tokens, name, "context", "tensor")
 
 
 def check_divides(mesh: Mesh | AbstractMesh, size: int, name: str, *axes: str) -> None:

@@ -1,6 +1,7 @@
 """A run's folder: whose it is, and whether the run in it is finished."""
 
 import json
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,7 +33,7 @@ def is_finished(
     path = workdir / CONFIG_FILE
     now = json.loads(json.dumps(overrides.to_json_dict(cfg)))
     if path.is_file() and any(True for _ in trained):
-        before = json.loads(path.read_text())
+        before = json_files.read_object(path)
         lines = overrides.config_diff(before, now)
         changed = [line for line in lines if not may_change(line.split(":")[0])]
         if changed:
@@ -45,3 +46,10 @@ def is_finished(
         (workdir / SUMMARY_FILE).unlink(missing_ok=True)
         json_files.write_json(path, now)
     return False
+
+
+def show_report(workdir: Location) -> None:
+    """Print a run's report, where there is one, on process 0."""
+    path = workdir / REPORT_FILE
+    if path.is_file() and command_line.process_index() == 0:
+        sys.stdout.write("\n" + path.read_text() + "\n")

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv32_jax import parameters
@@ -86,7 +86,10 @@ def abstract(cfg: ModelConfig, optimizer: optax.GradientTransformation, stage: S
 
 
 def shardings(
-    cfg: ModelConfig, optimizer: optax.GradientTransformation, stage: Stage, mesh: Mesh
+    cfg: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    stage: Stage,
+    mesh: Mesh | AbstractMesh,
 ) -> TrainState:
     """Return where every array of the state lives: moments beside their weights, scalars everywhere.
 

@@ -90,7 +90,7 @@ def folder_of[P: PurePath](path: P) -> P:
 
 def tokenizer_name(raw: Mapping[str, Any]) -> str | None:
     """Return the name or path of the tokenizer that a run's config.json names, if any."""
-    named = raw.get("data", {}).get("tokenizer", raw.get("tokenizer"))  # of GRPO at the top
+    named = raw.get("data", raw).get("tokenizer")  # of a run of GRPO it stands at the top
     return named if isinstance(named, str) else None
 
 

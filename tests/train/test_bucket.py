@@ -6,6 +6,7 @@ It moves no objects: gcsfs logs that, then copies and deletes, so the moving its
 import functools
 import io
 import json
+import pathlib
 import re
 import threading
 import urllib.request
@@ -21,9 +22,11 @@ from dsv32_jax import check_logits, joining, load_model, parameters
 from dsv32_jax.convert import __main__ as convert
 from dsv32_jax.convert import journal, storage
 from dsv32_jax.generate import __main__ as generate
-from train import command, doctor, pretrain
+from dsv32_jax.sharding import MeshConfig
+from train import command, config_file, doctor, grpo, pretrain
 from train.data import config as data_config
 from train.data import files, readers, tokenize
+from train.rl.rewards import Weights
 
 
 def drain(pipe):
@@ -347,3 +350,42 @@ def test_a_config_in_a_bucket_is_refused_in_one_line(capsys):
     argv = ["--config", "gs://b/config.py"]
     assert command.run_command(pretrain.main, argv, about=pretrain.ABOUT) == 2
     assert "a config is Python of this machine" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_reinforcement_learning_in_a_bucket_goes_on_as_on_disk(
+    bucket, tmp_path, monkeypatch, capsys
+):
+    small = config_file.load_config(str(pathlib.Path(__file__).parent / "small_grpo.py"))
+    reward = tmp_path / "local" / "reward.py"
+    reward.parent.mkdir()
+    reward.write_text("def reward(task, text, tokens):\n    return len(set(text)) / 8\n")
+    weights_of_rewards = (Weights(custom=1.0),)
+    rewards = replace(small.rewards, custom=f"{reward}:reward", weights=weights_of_rewards)
+    rollouts = replace(small.rl.rollouts, staleness=1)
+    cfg = replace(
+        small, mesh=MeshConfig(), rewards=rewards, rl=replace(small.rl, rollouts=rollouts),
+        checkpoint=replace(small.checkpoint, every_steps=1),
+    )  # fmt: skip
+    local, folder = tmp_path / "local/run", bucket / "runs/grpo"
+    local.mkdir()
+    assert grpo.main(cfg, local) == 0
+    monkeypatch.chdir(tmp_path)
+
+    assert grpo.main(replace(cfg, rl=replace(cfg.rl, steps=1)), folder) == 0
+    assert grpo.main(cfg, folder) == 0
+
+    assert "| chain_sum |" in capsys.readouterr().out
+    assert_same(weights(folder), weights(local))
+    (_, mine), (_, other) = ((rows_of(f)) for f in (folder, local))
+    for name in ("reward/mean", "length", "loss", "ratio/mean", "accuracy"):
+        assert mine[name] == other[name]
+    assert mine["loss"] != 0
+    names = {path.name for path in folder.iterdir()}
+    assert {path.name for path in local.iterdir()} - names == set()
+    assert storage.size(folder / "pending-2.npz") == storage.size(local / "pending-2.npz")
+    assert [path.name for path in tmp_path.iterdir()] == ["local"]
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

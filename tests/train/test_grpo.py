@@ -30,6 +30,10 @@ def short(stage, steps):
     return dataclasses.replace(stage, steps=steps)
 
 
+def rollouts_of(cfg, **changes):
+    return dataclasses.replace(cfg.rl.rollouts, **changes)
+
+
 REWARD = """
 def reward(task, text, tokens):
     return len(set(text)) / 8
@@ -54,9 +58,9 @@ def cfg(tmp_path_factory):
     learner = dataclasses.replace(base.rl.learner, rows=2, row_length=128)
     rl = dataclasses.replace(
         base.rl, steps=3, rollouts=rollouts, learner=learner, evaluate_every=2, evaluate_tasks=3,
-        samples_every=1, gate=dataclasses.replace(base.rl.gate, prompts=2),
+        samples_every=1, gate=dataclasses.replace(base.rl.gate, prompts=2, selection=False),
     )  # fmt: skip
-    small = config.tiny()
+    small = dataclasses.replace(config.tiny(), n_layers=1, n_dense_layers=0)
     return dataclasses.replace(
         base,
         model=dataclasses.replace(small, vocab_size=264, mtp=False),
@@ -142,6 +146,7 @@ def test_a_run_stopped_by_a_signal_goes_on_as_if_it_had_not_been(
 def test_a_run_stopped_while_rewards_are_awaited_draws_the_same_again(
     cfg, whole, tmp_path, monkeypatch
 ):
+    cfg = dataclasses.replace(cfg, cold_start=None, init_from=str(whole / "cold_start"))
     score, calls = Rewarder.score, []
 
     def stop_in_the_third_draw(self, tasks, responses):
@@ -182,6 +187,14 @@ def test_another_config_in_the_folder_is_refused(cfg, whole):
     [
         (lambda c: {"rl": dataclasses.replace(c.rl, evaluate_tasks=5)}, "evaluate_tasks=5, but only 4 tasks"),
         (lambda c: {"model": dataclasses.replace(c.model, vocab_size=97)}, "vocabulary too small"),
+        (
+            lambda c: {"rl": dataclasses.replace(c.rl, gate=dataclasses.replace(c.rl.gate, prompts=9))},
+            r"gate\.prompts=9, but only 4 tasks",
+        ),
+        (
+            lambda c: {"rl": dataclasses.replace(c.rl, rollouts=rollouts_of(c, max_prompt_tokens=3))},
+            r"max_prompt_tokens=3, but none of the first 100 .* that of chain_sum.* has \d+ tokens",
+        ),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named_before_anything_is_trained(cfg, change, message, tmp_path):
@@ -189,6 +202,22 @@ def test_what_does_not_fit_is_named_before_anything_is_trained(cfg, change, mess
         grpo.main(dataclasses.replace(cfg, **change(cfg)), tmp_path)
 
     assert not (tmp_path / "cold_start").exists()
+
+
+def test_a_held_out_prompt_that_the_sampler_can_not_take_is_named(cfg, tmp_path):
+    path, long = tmp_path / "t.jsonl", "y" * 300
+    lines = [
+        {"question": f"{i} {long * (i % 2)}", "verifier": "exact", "answer": "a"}
+        for i in range(100)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tasks = TaskConfig(files=(TaskFile(path=str(path)),), held_out_fraction=0.2)
+    rl = dataclasses.replace(cfg.rl, evaluate_tasks=10)
+
+    with pytest.raises(
+        UsageError, match=r"held-out task t:\d+ has a prompt of \d+ tokens, .*max_tokens=102;"
+    ):
+        grpo.main(dataclasses.replace(cfg, tasks=tasks, rl=rl), tmp_path)
 
 
 def test_tasks_that_nothing_judges_are_named(cfg, tmp_path):

@@ -215,3 +215,46 @@ def test_an_error_of_its_own_is_not_blamed_on_another_process(monkeypatch):
         raise ValueError("odd")
     with pytest.raises(OthersMissingError, match="is gone"), hosts.losses_named():
         raise ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
+
+
+ASKED_OF_PROCESS_0 = """
+import jax
+from dsv32_jax import joining
+from dsv32_jax.errors import UsageError, WorkFailedError
+from train import hosts
+
+def raising(error):
+    assert jax.process_index() == 0, "only process 0 computes"
+    if error is not None:
+        raise error
+    return {"rewards": [1.5, None, "\u00e9"]}
+
+joining.join()
+for error in (None, WorkFailedError("the judge is down"), UsageError("no key"), None):
+    try:
+        print("value", hosts.as_process_0(lambda: raising(error)))
+    except (UsageError, WorkFailedError) as caught:
+        print(type(caught).__name__, caught)
+"""
+
+
+def test_what_process_0_computes_or_raises_is_every_process(free_port):
+    processes = []
+    for i in range(2):
+        env = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+            "PYTHONPATH": str(ROOT),
+            joining.ADDRESS: f"127.0.0.1:{free_port}",
+            joining.COUNT: "2",
+            joining.INDEX: str(i),
+        }
+        command = [sys.executable, "-c", ASKED_OF_PROCESS_0]
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(command, env=env, text=True, stdout=pipe, stderr=pipe))
+    told = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+
+    value = "value {'rewards': [1.5, None, '\u00e9']}"
+    expected = [value, "WorkFailedError the judge is down", "UsageError no key", value]
+    said = [out.splitlines()[-len(expected) :] for out, _ in told]  # behind what gloo says
+    assert said == [expected] * 2, told

@@ -1,9 +1,9 @@
 """Solved tasks as text: what a policy is shown before it answers on its own."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from dsv32_jax import json_files
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.encoding import markup
 from dsv32_jax.errors import UsageError
 from train.rl.answer import Style
@@ -18,7 +18,7 @@ FIRST_EXAMPLE = 2**32  # training asks task 0, 1, ...: no run comes this far
 
 def write_examples(
     source: TaskSource,
-    path: Path,
+    path: Location,
     *,
     n: int,
     style: Style,

@@ -1,7 +1,7 @@
-"""A generative reward model: a rubric and a response go to an OpenAI-compatible endpoint, a score comes back.
+"""A generative reward model: a rubric and a response go to a model, a score comes back.
 
-Any endpoint will do; a local checkpoint is one once `python -m dsv32_jax.serve CKPT` runs. While the endpoint is down
-the call waits, so the run pauses; a response is never given a score that nobody gave it.
+The model is behind any OpenAI-compatible endpoint, or a checkpoint that is loaded here (`judge_checkpoint.py`). While
+an endpoint is down the call waits, so the run pauses; a response is never given a score that nobody gave it.
 """
 
 import hashlib
@@ -9,22 +9,23 @@ import json
 import logging
 import os
 import re
-import sqlite3
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from dsv32_jax.config import require
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.errors import UsageError, WorkFailedError
+from dsv32_jax.sharding import MeshConfig
+from train.rl.judge_ledger import Ledger
 from train.rl.tasks import Task
 
 logger = logging.getLogger(__name__)
 
 SCALE = 10
-RETRY_TEMPERATURE = 0.7  # asking again in the same words at 0 gives the same reply
+RETRY_TEMPERATURE = 0.7
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 POLL_S = 0.2  # between looks at whether the run is to stop
 SCORE = re.compile(r"Score: ([0-9]{1,2})")
@@ -37,24 +38,33 @@ Score: N"""
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeConfig:
-    """Where a judge is and what it may cost.
+    """Where a judge is and what it may cost: an endpoint, or a checkpoint.
 
     Attributes:
-        base_url: Of the endpoint, such as http://localhost:8000/v1.
-        model: As the endpoint calls it.
+        base_url: Of the endpoint, such as http://localhost:8000/v1; "" for a checkpoint.
+        model: As the endpoint calls it; "" for a checkpoint.
+        checkpoint: Folder of the model that judges in this process, as for `dsv32_jax.load_model`; on a run's process 0
+            alone, beside the policy. None for an endpoint.
+        thinking: Let a checkpoint think before it answers.
+        max_len: Tokens of a prompt and its reply together, of a checkpoint.
+        mesh: Layout of a checkpoint over the process's devices; None is its first device.
         api_key_env: Environment variable that holds the key; "" sends none.
         temperature: Of the first attempt.
         max_tokens: Of a reply.
         attempts: Replies to ask for until one can be read, and failures to bear on one response while others succeed.
         concurrency: Requests under way at once.
-        timeout_s: Seconds that one may take.
+        timeout_s: Seconds that one may take; an endpoint is asked again, a checkpoint's reply is given up.
         give_up_s: Seconds the endpoint may be down before the run stops; None waits without end.
         max_total_tokens: Prompts and replies of the whole run, earlier starts of it included; None has no cap. A
             request that might pass it is not sent.
     """
 
-    base_url: str
-    model: str
+    base_url: str = ""
+    model: str = ""
+    checkpoint: str | None = None
+    thinking: bool = False
+    max_len: int = 8192
+    mesh: MeshConfig | None = None
     api_key_env: str = ""
     temperature: float = 0.0
     max_tokens: int = 1024
@@ -67,7 +77,16 @@ class JudgeConfig:
     def __post_init__(self) -> None:
         """Check ranges."""
         for name in ("base_url", "model"):
-            require(bool(getattr(self, name)), f"{name}='' must not be empty")
+            given = bool(getattr(self, name))
+            require(given or self.checkpoint is not None, f"{name}='' must not be empty")
+            require(
+                not given or self.checkpoint is None, f"{name} and checkpoint exclude each other"
+            )
+        require(self.checkpoint != "", "checkpoint='' must be a folder, or None")
+        require(
+            self.max_tokens < self.max_len or self.checkpoint is None,
+            f"max_len={self.max_len} must be above max_tokens={self.max_tokens}, to hold a prompt too",
+        )
         require(self.temperature >= 0, f"temperature={self.temperature} must not be negative")
         for name in ("max_tokens", "attempts", "concurrency"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
@@ -95,35 +114,42 @@ class Reply(NamedTuple):
     tokens: int
 
 
+@runtime_checkable  # so that the tests' type checks can look at it
+class Model(Protocol):
+    """What judges."""
+
+    def reply(self, messages: list[dict[str, str]], attempt: int, most: int) -> Reply:
+        """Answer messages; of no known cost it is `most`. Raises `JudgeError` and `WorkFailedError`."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
 class Judge:
-    """The endpoint; threads may share it.
+    """A model and what it has said; threads may share it.
 
     Args:
-        cfg: Where it is.
-        ledger: SQLite file of every reply paid for: it answers what was asked before, and knows what was spent.
-        should_stop: Asked while the endpoint is down; True ends the wait.
+        cfg: Which model.
+        ledger: JSON lines of every reply paid for: they answer what was asked before, and say what was spent.
+        should_stop: Asked in waits; True ends them.
 
     Raises:
-        UsageError: If the package `openai` or the key is missing, or the ledger can not be opened.
+        UsageError: If the package `openai`, the key or the checkpoint is missing, or the ledger is none.
     """
 
     def __init__(
-        self, cfg: JudgeConfig, ledger: Path, *, should_stop: Callable[[], bool] = lambda: False
+        self, cfg: JudgeConfig, ledger: Location, *, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
-        """Connect to nothing yet."""
-        try:
-            import openai
-        except ImportError as error:
-            raise UsageError(f"a judge needs `pip install 'dsv32-jax[rl]'` ({error})") from error
-        key = os.environ.get(cfg.api_key_env, "") if cfg.api_key_env else "none"
-        if not key:
-            raise UsageError(f"the judge's key is missing: set the variable {cfg.api_key_env}")
+        """Load a checkpoint; connect to nothing yet."""
         self._cfg = cfg
-        self._client = openai.OpenAI(
-            base_url=cfg.base_url, api_key=key, timeout=cfg.timeout_s, max_retries=0
-        )
-        self._ledger = _Ledger(ledger, cfg.max_total_tokens)
-        self._outage = _Outage(cfg, should_stop)
+        self._ledger = Ledger(ledger, cfg.max_total_tokens)
+        try:
+            self._model, self._named = _model(cfg, should_stop)
+        except BaseException:
+            self._ledger.close()
+            raise
 
     @property
     def spent(self) -> int:
@@ -141,52 +167,86 @@ class Judge:
             Between 0 and 1.
 
         Raises:
-            JudgeError: If no reply can be read, or the endpoint refuses this request.
+            JudgeError: If no reply can be read, or the model refuses this request.
             WorkFailedError: If the cap is reached, the endpoint refuses every request (key, model), is down for too
-                long, or the run is to stop while it is down.
+                long, the checkpoint's engine fails, or the run is to stop while it waits.
         """
         messages = make_messages(task, response)
-        key = _digest(self._cfg.model, self._cfg.temperature, self._cfg.max_tokens, messages)
-        known = self._ledger.find(key)
+        key = _digest(self._named, self._cfg.temperature, self._cfg.max_tokens, messages)
+        known = self._ledger.scores.get(key)
         if known is not None:
             return known
         for attempt in range(self._cfg.attempts):
             reply = self._ask(messages, attempt)
             score = parse_score(reply)
-            self._ledger.add(key, attempt, reply, score)
+            self._ledger.add(key, score, reply.tokens, attempt=attempt, text=reply.text)
             if score is not None:
                 return score
         raise JudgeError(f"no reply of {self._cfg.attempts} ends in a line `Score: N`")
 
     def close(self) -> None:
-        """Close connection and ledger."""
-        self._client.close()
+        """Close model and ledger."""
+        self._model.close()
         self._ledger.close()
 
     def _ask(self, messages: list[dict[str, str]], attempt: int) -> Reply:
-        """Return a reply, waiting while the endpoint is down."""
+        """Return a reply that the cap has room for."""
         # A token of a byte-level tokenizer is at least a byte, so this many can not be passed.
         most = sum(len(m["content"].encode()) + 64 for m in messages) + self._cfg.max_tokens
         self._ledger.reserve(most)
         try:
-            reply = self._outage.ride_out(lambda: self._request(messages, attempt, most))
+            reply = self._model.reply(messages, attempt, most)
         except BaseException:
             self._ledger.release(most, spent=0)
             raise
         self._ledger.release(most, spent=reply.tokens)
         return reply
 
+
+def _model(cfg: JudgeConfig, should_stop: Callable[[], bool]) -> tuple[Model, str]:
+    """Return what judges, and its name in the ledger."""
+    if cfg.checkpoint is None:
+        return _Endpoint(cfg, should_stop), cfg.model
+    from train.rl.judge_checkpoint import Checkpoint  # which takes this module's config
+
+    return Checkpoint(cfg, cfg.checkpoint, should_stop), f"{cfg.checkpoint} thinking={cfg.thinking}"
+
+
+class _Endpoint:
+    """A model behind the API of OpenAI."""
+
+    def __init__(self, cfg: JudgeConfig, should_stop: Callable[[], bool]) -> None:
+        try:
+            import openai
+        except ImportError as error:
+            raise UsageError(f"a judge needs `pip install 'dsv32-jax[rl]'` ({error})") from error
+        key = os.environ.get(cfg.api_key_env, "") if cfg.api_key_env else "none"
+        if not key:
+            raise UsageError(f"the judge's key is missing: set the variable {cfg.api_key_env}")
+        self._cfg = cfg
+        self._client = openai.OpenAI(
+            base_url=cfg.base_url, api_key=key, timeout=cfg.timeout_s, max_retries=0
+        )
+        self._outage = _Outage(cfg, should_stop)
+
+    def reply(self, messages: list[dict[str, str]], attempt: int, most: int) -> Reply:
+        """Return a reply, waiting while the endpoint is down."""
+        return self._outage.ride_out(lambda: self._request(messages, attempt, most))
+
+    def close(self) -> None:
+        """Close connections."""
+        self._client.close()
+
     def _request(self, messages: list[dict[str, str]], attempt: int, most: int) -> Reply:
         """Send one request; errors that say the endpoint is down go to the caller."""
         import openai
 
-        temperature = self._cfg.temperature if attempt == 0 else RETRY_TEMPERATURE
         where = f"the judge at {self._cfg.base_url}"
         try:
             answer = self._client.chat.completions.create(
                 model=self._cfg.model,
                 messages=messages,  # type: ignore[arg-type]
-                temperature=temperature,
+                temperature=temperature_of(self._cfg, attempt),
                 max_tokens=self._cfg.max_tokens,
                 seed=attempt,
             )
@@ -203,6 +263,11 @@ class Judge:
         (choice, *_) = answer.choices
         tokens = answer.usage.total_tokens if answer.usage else most
         return Reply(choice.message.content or "", choice.finish_reason == "stop", tokens)
+
+
+def temperature_of(cfg: JudgeConfig, attempt: int) -> float:
+    """Return what an attempt is drawn with: asking again in the same words at 0 gives the same reply."""
+    return cfg.temperature if attempt == 0 else RETRY_TEMPERATURE
 
 
 def make_messages(task: Task, response: str) -> list[dict[str, str]]:
@@ -308,64 +373,3 @@ def _retry_after(error: Exception) -> float:
     response = getattr(error, "response", None)
     text = response.headers.get("retry-after", "") if response is not None else ""
     return min(float(text), LONGEST_PAUSE_S) if re.fullmatch(r"\d{1,6}", text) else 0.0
-
-
-class _Ledger:
-    """Replies on disk: what they said, and what they cost."""
-
-    def __init__(self, path: Path, cap: int | None) -> None:
-        self._cap = cap
-        self._reserved = 0
-        self._changed = threading.Condition()
-        try:
-            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute(
-                "CREATE TABLE IF NOT EXISTS replies"
-                " (key TEXT, attempt INTEGER, text TEXT, score REAL, tokens INTEGER)"
-            )
-            self._db.execute("CREATE INDEX IF NOT EXISTS replies_key ON replies (key)")
-            (self.spent,) = self._db.execute(
-                "SELECT COALESCE(SUM(tokens), 0) FROM replies"
-            ).fetchone()
-        except sqlite3.Error as error:
-            raise UsageError(f"the judge's ledger {path} can not be opened: {error}") from error
-
-    def find(self, key: str) -> float | None:
-        """Return the score that was given before."""
-        with self._changed:
-            query = "SELECT score FROM replies WHERE key = ? AND score IS NOT NULL"
-            row = self._db.execute(query, (key,)).fetchone()
-        return None if row is None else row[0]
-
-    def add(self, key: str, attempt: int, reply: Reply, score: float | None) -> None:
-        """Write a reply down."""
-        with self._changed:
-            row = (key, attempt, reply.text, score, reply.tokens)
-            self._db.execute("INSERT INTO replies VALUES (?, ?, ?, ?, ?)", row)
-
-    def reserve(self, tokens: int) -> None:
-        """Set tokens aside for a request, waiting for what others turn out not to need."""
-        if self._cap is None:
-            return
-        with self._changed:
-            while self.spent + self._reserved + tokens > self._cap:
-                if self._reserved == 0:
-                    raise WorkFailedError(
-                        f"the judge's cap of {self._cap} tokens leaves no room for a request:"
-                        f" {self.spent} are spent; raise max_total_tokens to go on"
-                    )
-                self._changed.wait()
-            self._reserved += tokens
-
-    def release(self, tokens: int, *, spent: int) -> None:
-        """Put back what was set aside, and count what was spent."""
-        with self._changed:
-            self.spent += spent
-            self._reserved -= tokens if self._cap is not None else 0
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Close the file."""
-        with self._changed:
-            self._db.close()

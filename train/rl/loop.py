@@ -1,15 +1,11 @@
 """The run of reinforcement learning: gate, draws, steps, evaluations, checkpoints; resumed where it was stopped."""
 
-import collections
 import contextlib
 import hashlib
 import json
 import logging
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +16,7 @@ from jax.sharding import Mesh
 
 from dsv32_jax import command_line, json_files, parameters, sharding
 from dsv32_jax.config import ModelConfig
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.errors import WorkFailedError
 from dsv32_jax.parameters import Parameters
 from dsv32_jax.sharding import MeshConfig
@@ -30,6 +27,7 @@ from train.loop import StoppedError
 from train.metrics import MetricsConfig, RunMetrics
 from train.optimizer import make_optimizer
 from train.rl import agreement, pending, policy
+from train.rl.draws import Draws
 from train.rl.groups import Group
 from train.rl.settings import RlConfig
 from train.rl.trainer import Drawn, Learner, Sampler, Tasks
@@ -87,7 +85,7 @@ class RlState(NamedTuple):
 class Run:
     """One run in its folder."""
 
-    def __init__(self, setting: Setting, folder: Path, mesh: Mesh):
+    def __init__(self, setting: Setting, folder: Location, mesh: Mesh):
         """Open the folder; nothing is drawn yet.
 
         Args:
@@ -105,15 +103,13 @@ class Run:
             seed=setting.seed,
             mesh=_sampler_mesh(rl, mesh),
         )
-        self._thread = ThreadPoolExecutor(1, "rollouts")
-        self._drawing: Future[Drawn] | None = None
+        self._draws = Draws(self._sampler, rl.rollouts)
         self._learner = Learner(
             setting.model,
             rl.learner,
             kl_strength=setting.kl_strength,
             max_tokens=rl.rollouts.max_tokens,
         )
-        self._queue: collections.deque[Drawn] = collections.deque()
         self._figures: dict[str, float] = {}
         self._n_empty = 0
 
@@ -179,7 +175,7 @@ class Run:
         """Return the figures of an evaluation, where one is due."""
         if not self._is_due(step):
             return {}
-        self._collect()  # it draws with older weights
+        self._draws.collect()  # it draws with older weights
         self._sampler.push(state.parameters, step)
         found = self._evaluate()
         self._figures |= {f"{name}/after": value for name, value in found.items()}
@@ -217,27 +213,14 @@ class Run:
     def _step(self, state: RlState, step: int) -> tuple[RlState, dict[str, float]]:
         """Draw what is missing, learn from the oldest draw."""
         rl = self._setting.rl
-        began = time.monotonic()
-        self._collect()
-        waiting, syncing = time.monotonic() - began, 0.0
-        missing = rl.rollouts.staleness + 1 - len(self._queue)
-        for i in range(missing):
-            began = time.monotonic()
-            self._sampler.push(state.parameters, step)
-            syncing += time.monotonic() - began
-            if rl.rollouts.overlap and i + 1 == missing:
-                self._drawing = self._thread.submit(self._sampler.draw)
-            else:
-                self._queue.append(self._sampler.draw())
-        groups, figures = self._queue.popleft()
+        groups, values = self._draws.next(state.parameters, step)
         if step % rl.samples_every == 0:
             self._write_samples(step, groups)
         self._n_empty = 0 if groups else self._n_empty + 1
         if self._n_empty >= MAX_EMPTY:
             raise WorkFailedError(
-                f"{MAX_EMPTY} draws in a row had no group to learn from: {json.dumps(figures)}"
+                f"{MAX_EMPTY} draws in a row had no group to learn from: {json.dumps(values)}"
             )
-        values = figures | {"seconds/sync": syncing, "seconds/waiting": waiting}
         if groups:
             reference = state.reference or None
             trained, learned = self._learner.step(TrainState(*state[:3]), reference, groups, step)
@@ -247,12 +230,6 @@ class Run:
         if every is not None and (step + 1) % every == 0:
             state = state._replace(reference=self._copy(state.parameters))
         return state, values
-
-    def _collect(self) -> None:
-        """Wait for the draw that is under way and put it behind the others."""
-        if self._drawing is not None:
-            drawing, self._drawing = self._drawing, None
-            self._queue.append(drawing.result())
 
     def _check_agreement(self, params: Parameters) -> None:
         """Compare sampler and learner on fresh responses; stop the run where they are not one policy."""
@@ -332,28 +309,28 @@ class Run:
         }
         path = self._folder / SAMPLES_FILE
         # A run that was cut off comes by this step a second time.
-        rows = [one for one in json_files.read_lines(path) if one["step"] < step] + [row]
+        rows = [one for one in json_files.read_lines(path) if one.get("step", step) < step] + [row]
         json_files.replace_text(path, "".join(map(json_files.line_of, rows)))
         shown = "\n".join(map(samples_text, rows))
         json_files.replace_text(self._folder / SAMPLES_TEXT, shown)
 
-    def _pending_path(self, step: int) -> Path:
+    def _pending_path(self, step: int) -> Location:
         return self._folder / f"pending-{step}.npz"
 
     def _save(self, step: int, state: RlState) -> None:
         """Save arrays, where the tasks stand, and what is drawn and not yet learned from."""
-        self._collect()
+        self._draws.collect()
         digest = None
-        if self._queue:
+        if self._draws.waiting:
             path = self._pending_path(step)
             if command_line.process_index() == 0:
-                pending.save(path, [groups for groups, _ in self._queue])
+                pending.save(path, [groups for groups, _ in self._draws.waiting])
             multihost_utils.sync_global_devices("pending responses")
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
         data_state = {
             "next_task": self._sampler.next_task,
             "pending": digest,
-            "pending_figures": [figures for _, figures in self._queue],
+            "pending_figures": [figures for _, figures in self._draws.waiting],
         }
         meta = {"stage": self._setting.rl.learner.stage, "figures": self._figures, "rl_step": step}
         self._checkpoints.save(step, state, data_state=data_state, meta=meta, force=True)
@@ -399,7 +376,7 @@ class Run:
                 raise WorkFailedError(f"{path} is not what checkpoint {found.step} was saved with")
             drawn = pending.load(path)
             figures = found.data_state["pending_figures"]
-            self._queue.extend(
+            self._draws.waiting.extend(
                 Drawn(tuple(groups), dict(f)) for groups, f in zip(drawn, figures, strict=True)
             )
         return found.state, found.step

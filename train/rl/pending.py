@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dsv32_jax.convert.storage import Location
 from train.rl.groups import Group
 from train.rl.rollout import KeptSets, Rollout
 
@@ -26,7 +27,7 @@ BROKEN = (
 )
 
 
-def save(path: Path, drawn: Sequence[Sequence[Group]]) -> None:
+def save(path: Location, drawn: Sequence[Sequence[Group]]) -> None:
     """Write the groups of several draws; the file is whole or not there.
 
     Args:
@@ -48,6 +49,9 @@ def save(path: Path, drawn: Sequence[Sequence[Group]]) -> None:
     }
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
+    if not isinstance(path, Path):
+        path.write_bytes(buffer.getvalue())  # an object of a bucket appears when it is complete
+        return
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(buffer.getbuffer())
@@ -88,7 +92,7 @@ def _columns(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
     return columns
 
 
-def load(path: Path) -> list[list[Group]]:
+def load(path: Location) -> list[list[Group]]:
     """Read what `save` wrote.
 
     Args:

@@ -1,7 +1,7 @@
-"""Processes that work is sent to one item at a time; one that hangs or dies is replaced and the item says so.
+"""Workers that items are sent to one at a time; one that hangs or dies is replaced and the item says so.
 
-Each has a pipe of its own, so nothing that one does can block another. (Pebble's pool stops for good when an idle
-worker is killed, and the standard library's when any is.)
+Each process has a pipe of its own, so nothing that one does can block another. (Pebble's pool stops for good when an
+idle worker is killed, and the standard library's when any is.)
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from dsv32_jax.errors import UserError, WorkFailedError
 from train.rl import fence
@@ -43,40 +43,59 @@ class WorkerError(Exception):
         self.fault: Fault = fault
 
 
+class LostError(Exception):
+    """A worker is gone, whatever became of its item; the message says how it ended."""
+
+
+@runtime_checkable  # so that the tests' type checks can look at it
+class Worker(Protocol):
+    """What runs one item at a time."""
+
+    def is_alive(self) -> bool:
+        """Tell whether it can be sent an item."""
+        ...
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Run a function there; raises `WorkerError` for the item and `LostError` for the worker."""
+        ...
+
+    def kill(self) -> None:
+        """End it whatever it does."""
+        ...
+
+
+@runtime_checkable  # so that the tests' type checks can look at it
+class Workers(Protocol):
+    """Where workers come from."""
+
+    def start(self) -> Worker:
+        """Start one; raises `UserError` or `WorkFailedError`."""
+        ...
+
+    def close(self) -> None:
+        """Give back what starting them took."""
+        ...
+
+
 class Pool:
-    """Worker processes; threads may share it.
+    """A number of workers, replaced as they are lost; threads may share it.
 
     Args:
         n_workers: How many.
-        timeout_s: Seconds that an item may take before its process is killed.
-        memory_mib: That a process may take beyond what it starts with; limited on Linux only.
-        prepare: Run in each process as it starts; picklable.
-        preload: Modules to import once for all processes, if no other fork server of this program runs yet.
+        workers: Starts them.
 
     Raises:
-        UserError: If `prepare` raises one.
-        WorkFailedError: If a process does not start.
+        UserError: If a worker can not be made ready.
+        WorkFailedError: If none starts.
     """
 
-    def __init__(
-        self,
-        n_workers: int,
-        *,
-        timeout_s: float,
-        memory_mib: int,
-        prepare: Callable[[], None],
-        preload: Sequence[str] = (),
-    ) -> None:
-        """Start one process, to see that it does, and the others when they are needed."""
-        # A server that forks: processes start in milliseconds and share what it has imported, which is no accelerator.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["__main__", *preload])
-        self._timeout_s = timeout_s
-        self._arguments = (prepare, memory_mib, math.ceil(timeout_s + GRACE_S))
+    def __init__(self, n_workers: int, workers: Workers) -> None:
+        """Start one worker, to see that it does, and the others when they are needed."""
+        self._workers = workers
         self._closed = False
-        self._busy: set[_Worker] = set()
-        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
-        self._idle.put(self._start())
+        self._busy: set[Worker] = set()
+        self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
+        self._idle.put(workers.start())
         for _ in range(n_workers - 1):
             self._idle.put(None)
         self._n_workers = n_workers
@@ -90,9 +109,9 @@ class Pool:
         self.close()
 
     def call[T](self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function in a process, waiting for one that is idle.
+        """Run a function in a worker, waiting for one that is idle.
 
-        An item whose process was killed by something else is tried once more, in a new one.
+        An item whose worker was lost is tried once more, in a new one.
 
         Args:
             function: Picklable, as are its arguments and its result.
@@ -102,41 +121,41 @@ class Pool:
             What it returns.
 
         Raises:
-            WorkerError: If it hung, its process died twice, or it raised.
-            WorkFailedError: If no process can be started.
+            WorkerError: If it hung, its worker was lost twice, or it raised.
+            WorkFailedError: If no worker can be started.
         """
         worker = self._idle.get()
         try:
             for _ in range(2):
                 if self._closed:
                     raise WorkerError("killed", "the pool was closed")
-                if worker is None or not worker.process.is_alive():
-                    worker = self._start()
+                if worker is None or not worker.is_alive():
+                    worker = self._workers.start()
                 self._busy.add(worker)
                 try:
-                    return worker.call(function, arguments, self._timeout_s)
-                except (EOFError, OSError):
+                    return worker.call(function, arguments)
+                except LostError as error:
+                    lost = error
                     worker.kill()
-                    code = worker.process.exitcode
                     if not self._closed:
-                        logger.warning("a reward worker died (exit code %s); it is replaced", code)
+                        logger.warning("a reward worker died (%s); it is replaced", lost)
                 except WorkerError as error:
                     if error.fault == "hung":
                         worker.kill()
                     raise
                 finally:
                     self._busy.discard(worker)
-            raise WorkerError("killed", f"two processes died on it, the last with exit code {code}")
+            raise WorkerError("killed", f"two workers died on it, the last with {lost}")
         finally:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """Kill the processes; items under way are `WorkerError`s."""
+        """Kill the workers; items under way are `WorkerError`s."""
         self._closed = True
         for _ in range(self._n_workers):
             while True:  # one may start while we look
                 for busy in tuple(self._busy):
-                    busy.process.kill()
+                    busy.kill()
                 try:
                     worker = self._idle.get(timeout=0.1)
                     break
@@ -146,20 +165,49 @@ class Pool:
                 worker.kill()
         for _ in range(self._n_workers):
             self._idle.put(None)  # so that who comes later is told, and does not wait
+        self._workers.close()
 
-    def _start(self) -> "_Worker":
-        """Start a worker; one that is killed from outside before it is ready is no more than one lost."""
+
+class LocalWorkers:
+    """Workers that are processes of this machine.
+
+    Args:
+        timeout_s: Seconds that an item may take before its process is killed.
+        memory_mib: That a process may take beyond what it starts with; limited on Linux only.
+        prepare: Run in each process as it starts; picklable.
+        preload: Modules to import once for all processes, if no other fork server of this program runs yet.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        memory_mib: int,
+        prepare: Callable[[], None],
+        preload: Sequence[str] = (),
+    ) -> None:
+        """Start nothing yet."""
+        # A server that forks: processes start in milliseconds and share what it has imported, which is no accelerator.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["__main__", *preload])
+        self._arguments = (prepare, memory_mib, timeout_s)
+
+    def start(self) -> Worker:
+        """Start a process; one that is killed from outside before it is ready is no more than one lost."""
         for _ in range(MAX_STARTS - 1):
             with contextlib.suppress(_KilledError):
-                return _Worker(self._context, *self._arguments)
-        return _Worker(self._context, *self._arguments)
+                return _Process(self._context, *self._arguments)
+        return _Process(self._context, *self._arguments)
+
+    def close(self) -> None:
+        """Do nothing: the server of forks ends with this process."""
 
 
 class _KilledError(WorkFailedError):
     """A worker was killed by a signal while it started."""
 
 
-class _Worker:
+class _Process:
     """A process and the pipe to it."""
 
     def __init__(
@@ -167,22 +215,26 @@ class _Worker:
         context: ForkServerContext,
         prepare: Callable[[], None],
         memory_mib: int,
-        alarm_s: int,
+        timeout_s: float,
     ) -> None:
+        self._timeout_s = timeout_s
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(
-            target=_work, args=(theirs, prepare, memory_mib, alarm_s), daemon=True, name="reward"
+        self._process = context.Process(
+            target=_work,
+            args=(theirs, prepare, memory_mib, math.ceil(timeout_s + GRACE_S)),
+            daemon=True,
+            name="reward",
         )
-        self.process.start()
+        self._process.start()
         theirs.close()
         try:
             started = self._receive(START_S)
         except (WorkerError, EOFError, OSError) as error:
             gone = isinstance(error, EOFError | OSError)
             if gone:
-                self.process.join()
+                self._process.join()
             self.kill()
-            code = self.process.exitcode
+            code = self._process.exitcode
             killed = gone and code is not None and code < 0
             raise (_KilledError if killed else WorkFailedError)(
                 f"a reward worker does not start (exit code {code}): {error}"
@@ -191,12 +243,19 @@ class _Worker:
             self.kill()
             raise started
 
-    def call(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float
-    ) -> Any:
+    def is_alive(self) -> bool:
+        """Tell whether it runs."""
+        return self._process.is_alive()
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Run a function there."""
-        self._pipe.send((function, arguments))
-        return self._receive(timeout_s)
+        try:
+            self._pipe.send((function, arguments))
+            return self._receive(self._timeout_s)
+        except (EOFError, OSError) as error:
+            self._process.kill()
+            self._process.join()
+            raise LostError(f"exit code {self._process.exitcode}") from error
 
     def _receive(self, timeout_s: float) -> Any:
         if not self._pipe.poll(timeout_s):
@@ -208,8 +267,8 @@ class _Worker:
 
     def kill(self) -> None:
         """End the process whatever it does."""
-        self.process.kill()
-        self.process.join()
+        self._process.kill()
+        self._process.join()
         self._pipe.close()
 
 

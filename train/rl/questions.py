@@ -75,7 +75,7 @@ class Questions:
     Args:
         tasks: By number.
         tokenizer: The policy's.
-        rewarder: Judges.
+        rewarder: Judges, on process 0; None on the others.
         style: The format of prompts and responses.
         instruction: See `prompt_text`.
     """
@@ -84,7 +84,7 @@ class Questions:
         self,
         tasks: Numbered,
         tokenizer: Tokenizer,
-        rewarder: Rewarder,
+        rewarder: Rewarder | None,
         *,
         style: Style,
         instruction: str,
@@ -108,7 +108,12 @@ class Questions:
             Response(self.text(drawn.response), drawn.n_drawn, cut=drawn.reason == "length")
             for _, drawn in answers
         ]
-        scored = hosts.as_process_0(lambda: self._rewarder.score(tasks, responses))
+
+        def score() -> list[Scored]:
+            assert self._rewarder is not None, "process 0 has a rewarder"
+            return self._rewarder.score(tasks, responses)
+
+        scored = hosts.as_process_0(score)
         return [Scored(*one) for one in scored]
 
     def text(self, tokens: np.ndarray) -> str:

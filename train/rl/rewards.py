@@ -2,29 +2,31 @@
 
 import importlib.util
 import math
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from dsv32_jax.config import require
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.errors import UsageError, WorkFailedError
 from train.agents import isolation
 from train.agents.process import SandboxError
 from train.rl import answer, fence, language, verifiers
 from train.rl.code import CodeConfig, CodeJudge
 from train.rl.judge import Judge, JudgeConfig, JudgeError
-from train.rl.pool import Pool, WorkerError
+from train.rl.pool import LocalWorkers, Pool, WorkerError, Workers
 from train.rl.tasks import Task
 
 Component = Literal["correct", "format", "length", "language", "judge", "custom"]
 Fault = Literal["hung", "killed", "raised", "not_a_number", "unjudged", "sandbox", "cut"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 ANY_DOMAIN = "*"
-LEDGER_FILE = "judge.sqlite"
+LEDGER_FILE = "judge.jsonl"
 EQUAL = 1e-6  # rewards of a group within this are all equal: it teaches nothing
 POLL_S = 0.5
 
@@ -124,6 +126,8 @@ class RewardConfig:
         judge: The generative reward model; None for none.
         code: How programs are run that tasks test.
         workers: Processes that rules and the function of one's own run in.
+        ray: HOST:PORT of the head of a Ray cluster that this machine belongs to: these processes run on its machines.
+            None runs them here, and needs no server.
         timeout_s: Seconds that these may take for one response.
         memory_mib: That these may take.
         max_fault_share: Share of responses that may come without a reward, cut ones apart, before the run stops.
@@ -137,6 +141,7 @@ class RewardConfig:
     judge: JudgeConfig | None = None
     code: CodeConfig = CodeConfig()
     workers: int = 2
+    ray: str | None = None
     timeout_s: float = 30.0
     memory_mib: int = 2048
     max_fault_share: float = 0.25
@@ -155,6 +160,10 @@ class RewardConfig:
                 counts or not given, f"rewards.{name} is set, but its weight is 0 in each domain"
             )
         require(self.workers >= 1, f"workers={self.workers} must be at least 1")
+        require(
+            self.ray is None or re.fullmatch(r"[^:/]+:[0-9]{1,5}", self.ray) is not None,
+            f"ray={self.ray} must be HOST:PORT of a Ray cluster's head, or None",
+        )
         require(self.timeout_s > 0, f"timeout_s={self.timeout_s} must be positive")
         require(self.memory_mib >= 64, f"memory_mib={self.memory_mib} must be at least 64")
         share = self.max_fault_share
@@ -317,22 +326,24 @@ class Rewarder:
     """
 
     def __init__(
-        self, cfg: RewardConfig, folder: Path, *, should_stop: Callable[[], bool] = lambda: False
+        self,
+        cfg: RewardConfig,
+        folder: Location,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Start the first worker."""
+        if cfg.ray is not None and cfg.custom is not None:
+            cfg = replace(
+                cfg, custom=os.path.abspath(cfg.custom)
+            )  # workers elsewhere run in other folders
         self._cfg = cfg
         self._should_stop = should_stop
         self._closing = False
         self._judge = None
         if cfg.judge is not None:
             self._judge = Judge(cfg.judge, folder / LEDGER_FILE, should_stop=self._is_over)
-        self._pool = Pool(
-            cfg.workers,
-            timeout_s=cfg.timeout_s,
-            memory_mib=cfg.memory_mib,
-            prepare=partial(prepare_worker, cfg.custom),
-            preload=(__name__, "math_verify", "reasoning_gym"),
-        )
+        self._pool = Pool(cfg.workers, _workers(cfg))
         self._code = CodeJudge(cfg.code, should_stop=self._is_over)
         judged_at_once = cfg.judge.concurrency if cfg.judge is not None else 0
         n_threads = cfg.workers + judged_at_once + cfg.code.sandboxes
@@ -415,6 +426,21 @@ class Rewarder:
             except JudgeError as error:
                 return Scored(None, components, "unjudged", f"{task.name}: {error}")
         return compose(weights, task, components)
+
+
+def _workers(cfg: RewardConfig) -> Workers:
+    """Return where workers come from."""
+    options: dict[str, Any] = {
+        "timeout_s": cfg.timeout_s,
+        "memory_mib": cfg.memory_mib,
+        "prepare": partial(prepare_worker, cfg.custom),
+        "preload": (__name__, "math_verify", "reasoning_gym"),
+    }
+    if cfg.ray is None:
+        return LocalWorkers(**options)
+    from train.rl.ray_workers import RayWorkers
+
+    return RayWorkers(cfg.ray, **options)
 
 
 def compose(weights: Weights, task: Task, components: Mapping[str, float]) -> Scored:

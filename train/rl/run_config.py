@@ -4,11 +4,11 @@ import dataclasses
 from dataclasses import dataclass, field
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from dsv32_jax import tokenizer as tokenizers
 from dsv32_jax.config import ModelConfig, require
-from dsv32_jax.sharding import BATCH_AXES, MeshConfig, make_mesh
+from dsv32_jax.sharding import MeshConfig, make_mesh
 from train.checkpoint import CheckpointConfig
 from train.data.config import DataConfig, Source
 from train.metrics import MetricsConfig
@@ -16,7 +16,13 @@ from train.rl.answer import THINKING_STYLES
 from train.rl.rewards import RewardConfig
 from train.rl.settings import RlConfig
 from train.rl.task_source import TaskConfig
-from train.run_config import RunConfig, StageConfig, check_divides, check_model_on_mesh
+from train.run_config import (
+    RunConfig,
+    StageConfig,
+    check_model_on_mesh,
+    check_row_length,
+    check_rows,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +216,7 @@ class GrpoConfig:
         )
         return make_mesh(self.mesh, devices[:-apart])
 
-    def check_mesh(self, mesh: Mesh) -> None:
+    def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Check that the mesh divides what it cuts.
 
         Args:
@@ -221,5 +227,5 @@ class GrpoConfig:
         """
         check_model_on_mesh(self.model, mesh)
         learner = self.rl.learner
-        check_divides(mesh, learner.rows, "rl.learner.rows", *BATCH_AXES)
-        check_divides(mesh, learner.row_length, "rl.learner.row_length", "context", "tensor")
+        check_rows(mesh, learner.rows, "rl.learner.rows")
+        check_row_length(mesh, learner.row_length, "rl.learner.row_length")

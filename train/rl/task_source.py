@@ -3,11 +3,11 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence, Set
-from pathlib import Path
 
 import grain
 
 from dsv32_jax.config import require
+from dsv32_jax.convert import storage
 from dsv32_jax.errors import UsageError
 from train.rl.problems import Family, check_weight, draw_problem, number_of
 from train.rl.tasks import Task, read_tasks
@@ -23,7 +23,7 @@ class TaskFile:
     """Tasks of one's own.
 
     Attributes:
-        path: A JSONL file; each line has the fields of `Task`, `name` and `domain` being optional.
+        path: A JSONL file, in a bucket too; each line has the fields of `Task`, `name` and `domain` being optional.
         weight: Its share of the tasks, relative to the others'.
     """
 
@@ -105,7 +105,7 @@ class TaskSource:
 
     def __init__(self, cfg: TaskConfig) -> None:
         """Open the sources; the class docstring has the arguments."""
-        files = {file.path: read_tasks(Path(file.path)) for file in cfg.files}
+        files = {file.path: read_tasks(storage.locate(file.path)) for file in cfg.files}
         parts = [_hold_out(family, cfg.held_out) for family in cfg.families]
         fraction = cfg.held_out_fraction
         parts += [[t for t in tasks if is_held_out(t, fraction)] for tasks in files.values()]

@@ -3,10 +3,10 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dsv32_jax.config import require
+from dsv32_jax.convert.storage import Location
 from dsv32_jax.errors import UsageError
 from train.rl.code_tests import read_tests
 from train.rl.language import SCRIPTS
@@ -40,7 +40,7 @@ class Task:
     language: str | None = None
 
 
-def read_tasks(path: Path) -> list[Task]:
+def read_tasks(path: Location) -> list[Task]:
     """Read tasks off a JSONL file.
 
     Args:

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from train.rl import fence
-from train.rl.pool import Pool, WorkerError
+from train.rl.pool import LocalWorkers, Pool, WorkerError
 
 NAMES = {"os": os, "socket": socket, "subprocess": subprocess}
 
@@ -39,7 +39,7 @@ def fail_and_write(path):
 @pytest.fixture(scope="module")
 def behind():
     """Return a function that runs another one, picklable, in a process with the fence."""
-    with Pool(1, timeout_s=60.0, memory_mib=512, prepare=ready) as pool:
+    with Pool(1, LocalWorkers(timeout_s=60.0, memory_mib=512, prepare=ready)) as pool:
         yield pool.call
 
 

@@ -92,7 +92,7 @@ def make(endpoint, tmp_path):
             base_url=f"http://127.0.0.1:{endpoint.port}/v1", model="m", give_up_s=20.0
         )
         cfg = replace(cfg, **changes)
-        made.append(Judge(cfg, tmp_path / "judge.sqlite", should_stop=should_stop))
+        made.append(Judge(cfg, tmp_path / "judge.jsonl", should_stop=should_stop))
         return made[-1]
 
     yield make
@@ -192,7 +192,7 @@ def test_an_endpoint_that_is_not_there_yet_is_waited_for(tmp_path):
     with endpoint.up():
         pass  # to have a port
     cfg = JudgeConfig(base_url=f"http://127.0.0.1:{endpoint.port}/v1", model="m", give_up_s=20.0)
-    judge = Judge(cfg, tmp_path / "judge.sqlite")
+    judge = Judge(cfg, tmp_path / "judge.jsonl")
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(judge.score, TASK, "a")
         time.sleep(0.3)
@@ -293,12 +293,29 @@ def test_the_key_comes_from_the_environment(endpoint, make, monkeypatch):
         make(api_key_env="JUDGE_KEY")
 
 
-def test_a_ledger_that_is_none_is_named(tmp_path):
-    path = tmp_path / "judge.sqlite"
-    path.write_text("not a database, " * 100)
+@pytest.mark.parametrize("text", ['{"score": 1}\n', '{"key": "a", "score": null}\n'])
+def test_a_ledger_that_is_none_is_named(tmp_path, text):
+    path = tmp_path / "judge.jsonl"
+    path.write_text(text)
 
-    with pytest.raises(UsageError, match=r"judge\.sqlite can not be opened"):
+    with pytest.raises(UsageError, match=r"judge\.jsonl can not be read: KeyError"):
         Judge(JudgeConfig(base_url="http://127.0.0.1:9/v1", model="m"), path)
+    assert path.read_text() == text
+
+
+def test_a_reply_that_a_crash_has_torn_is_asked_for_again(endpoint, make, tmp_path):
+    endpoint.replies = ["Score: 1", "Score: 2", "Score: 3"]
+    judge = make()
+    assert [judge.score(TASK, text) for text in "ab"] == [0.1, 0.2]
+    judge.close()
+    path = tmp_path / "judge.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+
+    again = make()
+    assert again.spent == USED
+    assert [again.score(TASK, text) for text in "ab"] == [0.1, 0.3]
+    again.close()
+    assert make().spent == 2 * USED
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dsv32_jax.errors import UsageError, WorkFailedError
-from train.rl.pool import Pool, WorkerError
+from train.rl.pool import LocalWorkers, Pool, WorkerError
 
 
 def ready():
@@ -49,9 +49,13 @@ def limit():
     return signal.getitimer(signal.ITIMER_REAL)[0]
 
 
+def make(n_workers, *, timeout_s=1.0, prepare=ready):
+    return Pool(n_workers, LocalWorkers(timeout_s=timeout_s, memory_mib=512, prepare=prepare))
+
+
 @pytest.fixture(scope="module")
 def pool():
-    with Pool(2, timeout_s=2.0, memory_mib=512, prepare=ready) as pool:
+    with make(2, timeout_s=2.0) as pool:
         yield pool
 
 
@@ -97,7 +101,7 @@ def test_an_item_whose_process_was_killed_is_tried_again(pool, tmp_path):
 
 
 def test_an_item_that_kills_its_process_twice_is_given_up(pool):
-    assert fault_of(pool, die) == ("killed", "two processes died on it, the last with exit code -9")
+    assert fault_of(pool, die) == ("killed", "two workers died on it, the last with exit code -9")
     assert pool.call(abs, -1) == 1
 
 
@@ -135,15 +139,15 @@ def test_a_worker_ends_itself_where_nobody_else_does(pool):
 def test_what_prepare_raises_is_told():
     wrong = functools.partial(unready, UsageError("no such file"))
     with pytest.raises(UsageError, match=r"^no such file$"):
-        Pool(1, timeout_s=1.0, memory_mib=512, prepare=wrong)
+        make(1, prepare=wrong)
     broken = functools.partial(unready, ZeroDivisionError("by zero"))
     with pytest.raises(WorkFailedError, match=r"does not start .*ZeroDivisionError: by zero"):
-        Pool(1, timeout_s=1.0, memory_mib=512, prepare=broken)
+        make(1, prepare=broken)
 
 
 def test_closing_leaves_no_process():
     before = set(multiprocessing_children())
-    with Pool(2, timeout_s=1.0, memory_mib=512, prepare=ready) as pool:
+    with make(2) as pool:
         pool.call(abs, 1)
         assert set(multiprocessing_children()) > before
 
@@ -151,7 +155,7 @@ def test_closing_leaves_no_process():
 
 
 def test_closing_ends_what_is_under_way():
-    pool = Pool(2, timeout_s=60.0, memory_mib=512, prepare=ready)
+    pool = make(2, timeout_s=60.0)
     with ThreadPoolExecutor(3) as threads:
         running = [threads.submit(pool.call, hang, 60) for _ in range(3)]
         time.sleep(1.0)

@@ -5,7 +5,7 @@ import reasoning_gym.factory
 
 from dsv32_jax.errors import UsageError
 from train.rl import fence, verifiers
-from train.rl.pool import Pool
+from train.rl.pool import LocalWorkers, Pool
 from train.rl.problems import Family, draw_problem
 
 SMALL = Family(name="chain_sum", settings=(("max_terms", 2), ("max_digits", 1)))
@@ -78,7 +78,7 @@ def score_two_of_each(names):
 
 def test_every_family_makes_problems_whose_answers_are_right_behind_the_fence():
     names = sorted(reasoning_gym.factory.DATASETS.keys() - {"composite"})  # which needs settings
-    with Pool(1, timeout_s=300.0, memory_mib=4096, prepare=ready) as pool:
+    with Pool(1, LocalWorkers(timeout_s=300.0, memory_mib=4096, prepare=ready)) as pool:
         scores = pool.call(score_two_of_each, names)
 
     assert len(names) > 100
