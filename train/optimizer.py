@@ -1,5 +1,6 @@
 """AdamW with DeepSeek-V3's settings: one group for the main model, one for the indexers, each clipped by itself."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        require(self.peak > 0, f"peak={self.peak} must be positive")
+        require(0 < self.peak < math.inf, f"peak={self.peak} must be positive and finite")
         require(
             0 <= self.final <= self.peak, f"final={self.final} must be in [0, peak={self.peak}]"
         )
@@ -47,7 +48,7 @@ class Schedule:
         steps = [step for step, _ in self.tail]
         require(steps == sorted(set(steps)), f"tail={self.tail} must have ascending steps")
         require(
-            all(step >= 1 and rate > 0 for step, rate in self.tail),
+            all(step >= 1 and 0 < rate < math.inf for step, rate in self.tail),
             f"tail={self.tail} must have steps of at least 1 and positive rates",
         )
 

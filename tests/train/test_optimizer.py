@@ -149,6 +149,8 @@ def test_each_group_has_its_rate_and_one_that_does_not_train_has_none():
     ("fields", "message"),
     [
         ({"peak": 0.0}, "peak=0.0 must be positive"),
+        ({"peak": float("inf")}, "peak=inf must be positive and finite"),
+        ({"peak": 1.0, "tail": ((5, float("inf")),)}, "steps of at least 1 and positive rates"),
         ({"peak": 1.0, "decay_steps": 5, "final": 2.0}, r"final=2.0 must be in \[0, peak=1.0\]"),
         ({"peak": 1.0, "warmup_steps": -1}, "warmup_steps=-1 must not be negative"),
         ({"peak": 1.0, "hold_steps": 3}, "hold_steps=3 and final=0.0 need decay_steps above 0"),

@@ -95,6 +95,25 @@ class JudgeConfig:
             value = getattr(self, name)
             require(value is None or value > 0, f"{name}={value} must be positive, or None")
 
+    @classmethod
+    def from_text(cls, text: str) -> "JudgeConfig":
+        """Read a judge off a command line, `URL@MODEL` or the folder of a checkpoint; the rest is as by default.
+
+        Args:
+            text: Such as `http://localhost:8000/v1@judge` or `checkpoints/v32`.
+
+        Returns:
+            The judge.
+
+        Raises:
+            ValueError: If a URL names no model.
+        """
+        if not text.startswith(("http://", "https://")):
+            return cls(checkpoint=text)
+        base_url, _, model = text.rpartition("@")
+        require(bool(base_url), f"{text} must be written URL@MODEL")
+        return cls(base_url=base_url, model=model)
+
 
 class JudgeError(Exception):
     """This response can not be judged, though the endpoint is up."""

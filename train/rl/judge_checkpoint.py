@@ -31,7 +31,7 @@ class _Asked(NamedTuple):
     prompt: Sequence[int]
     params: SamplingParams
     answer: ChatAnswer
-    reply: "Future[Reply]"
+    reply: Future[Reply]
 
 
 class Checkpoint:
@@ -108,7 +108,7 @@ class Checkpoint:
         self._requests.put(None)
         self._thread.join()
 
-    def _wait(self, reply: "Future[Reply]") -> Reply:
+    def _wait(self, reply: Future[Reply]) -> Reply:
         until = time.monotonic() + self._cfg.timeout_s
         while True:
             try:

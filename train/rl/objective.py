@@ -5,6 +5,7 @@ the tokens that the policy drew. Log-probabilities are natural and finite where 
 anything.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -48,7 +49,10 @@ class ObjectiveConfig:
         """Check ranges."""
         require(0 < self.clip_low <= 1, f"clip_low={self.clip_low} must be in (0, 1]")
         require(self.clip_high > 0, f"clip_high={self.clip_high} must be positive")
-        require(self.kl_strength >= 0, f"kl_strength={self.kl_strength} must not be negative")
+        require(
+            0 <= self.kl_strength < math.inf,
+            f"kl_strength={self.kl_strength} must be finite and not negative",
+        )
         delta = self.off_policy_delta
         require(
             delta is None or delta > 0,

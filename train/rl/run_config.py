@@ -1,6 +1,7 @@
 """A run of reinforcement learning as one value: the policy, what it is asked, how it is rewarded, how it learns."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 import jax
@@ -40,7 +41,8 @@ class DomainKl:
     def __post_init__(self) -> None:
         """Check the range."""
         require(
-            self.strength >= 0, f"strength={self.strength} of {self.domain} must not be negative"
+            0 <= self.strength < math.inf,
+            f"strength={self.strength} of {self.domain} must be finite and not negative",
         )
 
     @classmethod

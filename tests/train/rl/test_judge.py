@@ -14,8 +14,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from dsv32_jax.errors import UsageError, WorkFailedError
+from train import overrides
 from train.rl import judge as judges
 from train.rl.judge import Judge, JudgeConfig, JudgeError, Reply
+from train.rl.rewards import RewardConfig
 from train.rl.tasks import Task
 
 TASK = Task(name="t", domain="prose", question="Write a line.", rubric="Does it rhyme?")
@@ -336,3 +338,15 @@ def test_nothing_is_logged_while_all_is_well(make, caplog):
     make().score(TASK, "a")
 
     assert not [record for record in caplog.records if record.name == judges.__name__]
+
+
+def test_a_judge_is_named_on_the_command_line():
+    cfg = RewardConfig()
+    judged = "weights=*:correct=0:judge=1"
+
+    made = overrides.apply_overrides(cfg, [judged, "judge=http://localhost:8000/v1@some/model"])
+    assert made.judge == JudgeConfig(base_url="http://localhost:8000/v1", model="some/model")
+    made = overrides.apply_overrides(cfg, [judged, "judge=checkpoints/v32"])
+    assert made.judge == JudgeConfig(checkpoint="checkpoints/v32")
+    with pytest.raises(ValueError, match="v1 must be written URL@MODEL"):
+        overrides.apply_overrides(cfg, [judged, "judge=http://localhost:8000/v1"])

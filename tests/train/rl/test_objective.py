@@ -330,7 +330,8 @@ def test_a_batch_without_responses_has_no_weight():
     [
         ({"clip_low": 0.0}, "clip_low=0.0 must be in"),
         ({"clip_high": -1.0}, "clip_high=-1.0 must be positive"),
-        ({"kl_strength": -1.0}, "kl_strength=-1.0 must not be negative"),
+        ({"kl_strength": -1.0}, "kl_strength=-1.0 must be finite and not negative"),
+        ({"kl_strength": float("inf")}, "kl_strength=inf must be finite"),
         ({"off_policy_delta": 0.0}, "off_policy_delta=0.0 must be positive, or None"),
     ],
 )
