@@ -157,8 +157,6 @@ def sparse_indexer_kl(
 
     def check_tpu() -> None:
         dispatch.require_tpu()
-        if deterministic:
-            raise NotImplementedError("is not deterministic")
         kernel = dispatch.load(LISTED["pallas_tpu"])
         kernel.check(q_TJX, k_SX, attn_q_THD, kv_SD, topk_idx_TK, scale=scale)
 

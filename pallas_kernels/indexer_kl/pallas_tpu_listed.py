@@ -196,7 +196,7 @@ def _gradient_kernel(
 
 
 def gradients(
-    residuals: Residuals, d_kl_T: Float[Array, " T"]
+    residuals: Residuals, d_kl_T: Float[Array, " T"], *, deterministic: bool = False
 ) -> tuple[Float[Array, "T J X"], Float[Array, "S X"], Float[Array, "T J"]]:
     """Return the gradients of sum_t d_kl[t] KL[t] by the indexer's q, k and w.
 
@@ -205,6 +205,7 @@ def gradients(
     Args:
         residuals: Of `kl_rows`.
         d_kl_T: float32 cotangent of each row's KL.
+        deterministic: Add the rows of a key in an order that never changes; slower.
 
     Returns:
         Gradients of q and k in their dtype, and of w in float32.
@@ -243,6 +244,6 @@ def gradients(
 
     shape = k.shape[0], table.shape[1] * LANES
     arrays = (q, w, d_scores)
-    (d_q, d_w), d_k = gathered.add_by_chunks(call, residuals.slots, arrays, shape)
+    (d_q, d_w), d_k = gathered.add_by_chunks(call, residuals.slots, arrays, shape, deterministic)
     d_q, d_k = d_q[:, :n_heads, :dim], d_k[:, :dim]
     return d_q.astype(residuals.q.dtype), d_k.astype(k.dtype), d_w[:, 0, :n_heads]

@@ -15,7 +15,7 @@ FOLDER = "pallas_kernels.sparse_mla."
 KERNELS = {  # and the modules of their backwards, best first
     name: f"{name}_backward" for name in ("gluon_gpu", "pallas_gpu", "pallas_tpu")
 }
-DETERMINISTIC = ("gluon_gpu",)  # kernels with a repeatable backward
+DETERMINISTIC = ("gluon_gpu", "pallas_tpu")  # kernels with a repeatable backward
 # Widths of values and of the rest to which rows are padded with zeros for a kernel that does not take theirs.
 PADDED = ((128, 64), (256, 64), (512, 64))
 

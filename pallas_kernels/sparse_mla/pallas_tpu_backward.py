@@ -1,7 +1,8 @@
 """Attention to listed keys on TPU: gradients.
 
-A kernel gathers each query's rows again and writes what the query adds to each of them; XLA adds those to the keys'
-gradient, a chunk of queries at a time. Weights and slopes are kept transposed, slots on sublanes and heads on lanes.
+A kernel gathers each query's rows again and writes what the query adds to each of them; XLA, or where the order of the
+sum matters a kernel, adds those to the keys' gradient, a chunk of queries at a time. Weights and slopes are kept
+transposed, slots on sublanes and heads on lanes.
 """
 
 import functools
@@ -121,6 +122,7 @@ def backward(
     *,
     scale: float,
     value_dim: int,
+    deterministic: bool = False,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "S D"]]:
     """Return the gradients of queries and keys; a row without valid slots has none.
 
@@ -134,6 +136,7 @@ def backward(
         d_lse_TH: Cotangent of the log-sum-exp; ignored where it is -inf.
         scale: Factor on the logits.
         value_dim: Columns of the values.
+        deterministic: Add the rows of a key in an order that never changes; slower.
 
     Returns:
         (dq, dkv) in the dtypes of q and kv; sums are float32.
@@ -161,6 +164,7 @@ def backward(
     def call(slots: Array, arrays: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
         return _call(table, slots, arrays, scale)
 
-    d_q, d_table = gathered.add_by_chunks(call, slots, arrays, (n_keys, width))
+    shape = (n_keys, width)
+    d_q, d_table = gathered.add_by_chunks(call, slots, arrays, shape, deterministic)
     d_q = d_q[:, :n_heads, :dim]
     return d_q.astype(q_THD.dtype), d_table[:, :dim].astype(kv_SD.dtype)

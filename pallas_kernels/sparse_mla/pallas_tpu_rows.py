@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic_tpu
 from pallas_kernels.mosaic_tpu import LANES, Ref
+from pallas_kernels.sparse_mla import pallas_tpu_ordered as ordered
 
 SPARE_ROWS = 64  # invalid slots are spread over them: reads of one row would wait for each other
 FLOOR = -1e25  # above the logit of an invalid slot for any scale over 1e-4, below any other
@@ -26,7 +27,9 @@ HEAD_MULTIPLE = (
 )
 SLOT_MULTIPLE = 32  # rows of slots fill whole tiles of any dtype
 ISSUE_UNROLL = 8
-CHUNK_BYTES = 2**28  # of the rows' gradients that wait to be added
+# Of the rows' gradients that wait to be added. Each chunk is a pass over the keys' sums: with half of it sparse
+# attention's backward would move a third more at 131,072 keys.
+CHUNK_BYTES = 2**29
 CORES = 2  # of a v5p, which share a parallel axis; a single core takes both halves in turn
 
 
@@ -127,6 +130,7 @@ def add_by_chunks(
     slots_T1K: Int[Array, "T 1 K"],
     arrays: Any,
     shape: tuple[int, int],
+    deterministic: bool,
 ) -> tuple[Any, Float[Array, "S W"]]:
     """Add what queries give to the rows that they list, a chunk of queries at a time and in their order.
 
@@ -135,6 +139,7 @@ def add_by_chunks(
         slots_T1K: int32 rows of the table, spare ones at S and behind it.
         arrays: Tree of what each query brings; the first axis is the query.
         shape: S and W.
+        deterministic: Whether a chunk's rows are added in an order that never changes, or in XLA's.
 
     Returns:
         (what the queries keep, float32 sums of the keys' rows).
@@ -154,9 +159,13 @@ def add_by_chunks(
     def add_chunk(sums: Array, piece: tuple[Array, Any]) -> tuple[Array, Any]:
         listed, queries = piece
         kept, rows = call(listed, queries)
+        if deterministic:
+            sums = ordered.add_rows(sums, listed.reshape(-1), rows.reshape(-1, width))
+            return sums, kept
         return sums.at[listed[:, 0]].add(rows), kept
 
-    zero = jnp.zeros((n_keys + SPARE_ROWS, width), jnp.float32)
+    n_sums = mosaic_tpu.round_up(n_keys + SPARE_ROWS, ordered.KEYS if deterministic else 1)
+    zero = jnp.zeros((n_sums, width), jnp.float32)
     sums, kept = lax.scan(add_chunk, zero, (split(slots), jax.tree.map(split, arrays)))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:n_queries], kept), sums[:n_keys]
 

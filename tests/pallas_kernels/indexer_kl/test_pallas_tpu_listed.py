@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels import dispatch, sparse_indexer_kl
 from pallas_kernels.indexer_kl import pallas_tpu_listed
-from pallas_kernels.sparse_mla import pallas_tpu_rows
+from pallas_kernels.sparse_mla import pallas_tpu_ordered, pallas_tpu_rows
 from pallas_kernels.sparse_mla import reference as sparse_reference
 
 KL_TOL = 1e-5
@@ -170,11 +170,25 @@ def test_what_it_does_not_take_is_said(rng, shape, scale, message):
         pallas_tpu_listed.check(q, k, *attention, idx, scale=scale)
 
 
-def test_a_gradient_that_must_repeat_is_refused(rng, on_tpu):
-    index, attention, idx = draw(rng, 1)
-    options = {"scale": SCALE, "deterministic": True, "implementation": "pallas_tpu"}
-    with pytest.raises(NotImplementedError, match="pallas_tpu: is not deterministic"):
-        sparse_indexer_kl(*index, *attention, jnp.zeros((1, 3)), jnp.asarray(idx), **options)
+def test_a_gradient_that_must_repeat_is_added_in_order_and_equals_the_definition(
+    rng, on_tpu, monkeypatch
+):
+    added = []
+    real = pallas_tpu_ordered.add_rows
+    monkeypatch.setattr(
+        pallas_tpu_ordered, "add_rows", lambda *a: added.append(a[1].shape) or real(*a)
+    )
+    index, attention, idx = draw(rng)
+    rest = (log_sum_exp(attention, idx), jnp.asarray(idx))
+
+    def loss(k, name):
+        options = {"scale": SCALE, "deterministic": True, "implementation": name}
+        return jnp.sum(sparse_indexer_kl(index[0], k, index[2], *attention, *rest, **options))
+
+    got, want = (jax.grad(loss)(index[1], name) for name in ("pallas_tpu", "reference"))
+
+    assert added == [(3 * 32,)]
+    assert relative_error(got, want) < FLOAT32_TOL
 
 
 @pytest.mark.tpu_aot
