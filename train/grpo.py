@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -19,6 +20,7 @@ from dsv32_jax.tokenizer import Tokenizer, load_tokenizer
 from train import command, hosts, pretrain, run_folder
 from train.metrics import METRICS_FILE
 from train.rl import cold_start, report
+from train.rl.agent_tasks import AgentSource, AgentTasks
 from train.rl.loop import Run, Setting
 from train.rl.questions import Questions
 from train.rl.rewards import Rewarder, require_scorable
@@ -76,7 +78,7 @@ def main(cfg: GrpoConfig, workdir: Location) -> int:
         cfg.check_mesh(mesh)
         tokenizer = load_tokenizer(cfg.tokenizer)
         _check_vocab(cfg, tokenizer)
-        source = TaskSource(cfg.tasks)
+        source = _make_source(cfg)
         _check_tasks(cfg, source)
         start = _policy(cfg, source, workdir, mesh)
     with (
@@ -85,13 +87,17 @@ def main(cfg: GrpoConfig, workdir: Location) -> int:
         StopOnSignal() as stop,
         Rewarder(cfg.rewards, workdir, should_stop=lambda: bool(stop.requested)) as rewarder,
     ):
-        pose = partial(
+        pose: Callable[[Any], Questions | AgentTasks] = partial(
             Questions,
             tokenizer=tokenizer,
             rewarder=rewarder,
             style=cfg.rewards.style,
             instruction=cfg.instruction,
         )
+        if cfg.agent is not None:
+            pose = partial(
+                AgentTasks, cfg=cfg.agent, tokenizer=tokenizer, row=cfg.rl.learner.row_length
+            )
         asked = pose(source)
         setting = Setting(
             model=cfg.model,
@@ -131,37 +137,54 @@ def _check_vocab(cfg: GrpoConfig, tokenizer: Tokenizer) -> None:
         )
 
 
-def _check_tasks(cfg: GrpoConfig, source: TaskSource) -> None:
+def _make_source(cfg: GrpoConfig) -> TaskSource | AgentSource:
+    if cfg.agent is None:
+        assert cfg.tasks is not None, "one of the two is given"
+        return TaskSource(cfg.tasks)
+    if jax.process_count() > 1:
+        raise UsageError("agent needs one process: tools are not called on several")
+    return AgentSource(cfg.agent, cfg.seed)
+
+
+def _check_tasks(cfg: GrpoConfig, source: TaskSource | AgentSource) -> None:
     """Refuse tasks that can not be rewarded, and an evaluation of more tasks than there are."""
     n = len(source.held_out)
     if cfg.rl.evaluate_tasks > n:
         raise UsageError(
             f"rl.evaluate_tasks={cfg.rl.evaluate_tasks}, but only {n} tasks are held out;"
-            " raise tasks.held_out or lower it"
+            " raise tasks.held_out, or agent.held_out, or lower it"
         )
+    if isinstance(source, AgentSource):
+        return
     drawn = (source[i] for i in range(cfg.rl.rollouts.prompts))
     require_scorable(cfg.rewards, (*source.held_out, *drawn))
 
 
 def _policy(
-    cfg: GrpoConfig, source: TaskSource, workdir: Location, mesh: Mesh
+    cfg: GrpoConfig, source: TaskSource | AgentSource, workdir: Location, mesh: Mesh
 ) -> Callable[[], Parameters]:
     """Return what loads the policy to begin with, the cold start having been run where there is one."""
     if cfg.cold_start is None:
         return find_start(cfg, mesh).load
     folder = workdir / "cold_start"
-    path = folder / cold_start.EXAMPLES_FILE
+    tokens = cfg.agent is not None and not cfg.cold_start.masked
+    path = folder / (cold_start.TRACES_FILE if tokens else cold_start.EXAMPLES_FILE)
     line = progress_line.ProgressLine(sys.stderr, seconds=cfg.metrics.console_seconds)
     if command_line.process_index() == 0:
-        cold_start.write_examples(
-            source,
-            path,
-            n=cfg.cold_start.examples,
-            style=cfg.rewards.style,
-            instruction=cfg.instruction,
-            masked=cfg.cold_start.masked,
-            show=line.show,
-        )
+        if isinstance(source, AgentSource):
+            assert cfg.agent is not None, "the source is the agent's"
+            others = AgentSource(cfg.agent, (cfg.seed + cold_start.OTHER_SEED) % 2**32)
+            cold_start.write_traces(cfg, others, path, show=line.show)
+        else:
+            cold_start.write_examples(
+                source,
+                path,
+                n=cfg.cold_start.examples,
+                style=cfg.rewards.style,
+                instruction=cfg.instruction,
+                masked=cfg.cold_start.masked,
+                show=line.show,
+            )
     line.close()
     multihost_utils.sync_global_devices("examples of the cold start")
     run = cfg.cold_start_run(str(path))

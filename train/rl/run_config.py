@@ -12,6 +12,7 @@ from dsv32_jax.sharding import BATCH_AXES, MeshConfig, make_mesh
 from train.checkpoint import CheckpointConfig
 from train.data.config import DataConfig, Source
 from train.metrics import MetricsConfig
+from train.rl.agent_tasks import AgentConfig
 from train.rl.rewards import RewardConfig
 from train.rl.settings import RlConfig
 from train.rl.task_source import TaskConfig
@@ -92,7 +93,9 @@ class GrpoConfig:
         model: The policy.
         tokenizer: "bytes", or the path of a `tokenizer.json` or its folder.
         instruction: Put behind each question, such as how to mark the final answer.
-        tasks: What is asked.
+        tasks: What is asked, each answered in one turn.
+        agent: Tasks with tools instead; exactly one of the two must be given. The verifier's score is the reward:
+            `rewards` and `instruction` have no part in it.
         rewards: How responses are rewarded, and the format they should have.
         rl: How responses are drawn and learned from.
         domain_kl: The KL's strength in domains that have one of their own.
@@ -108,7 +111,8 @@ class GrpoConfig:
     model: ModelConfig
     tokenizer: str = tokenizers.BYTES
     instruction: str = ""
-    tasks: TaskConfig
+    tasks: TaskConfig | None = None
+    agent: AgentConfig | None = None
     rewards: RewardConfig = field(default_factory=RewardConfig)
     rl: RlConfig
     domain_kl: tuple[DomainKl, ...] = ()
@@ -130,6 +134,14 @@ class GrpoConfig:
         require(
             self.init_from is not None or self.cold_start is not None,
             "a policy to begin with is needed: init_from=DIR, a run's folder or a converted checkpoint, or cold_start",
+        )
+        require(
+            (self.tasks is None) != (self.agent is None),
+            "exactly one of tasks and agent must be given",
+        )
+        require(
+            self.agent is None or (not self.instruction and self.rewards == RewardConfig()),
+            "instruction and rewards have no effect with agent: leave them as they are",
         )
         domains = [kl.domain for kl in self.domain_kl]
         require(len(set(domains)) == len(domains), f"domain_kl names a domain twice: {domains}")

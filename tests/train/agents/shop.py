@@ -3,11 +3,11 @@
 import contextlib
 import types
 
+from dsv32_jax.generate.engine import Engine
+from dsv32_jax.generate.protocol import FinishEvent, TokenEvent
 from train.agents import schemas
 from train.agents.environment import Grade, Task
 from train.agents.tools import ToolError
-from dsv32_jax.generate.engine import Engine
-from dsv32_jax.generate.protocol import FinishEvent, TokenEvent
 
 PRICES = {"pear": 3, "plum": 5}
 
@@ -36,7 +36,9 @@ class ShopEpisode:
 
     def grade(self, answer):
         right = answer == str(PRICES[self._task.data["item"]])
-        return Grade(score=float(right), parts={"answer": float(right), "sold": float(bool(self.sold))})
+        return Grade(
+            score=float(right), parts={"answer": float(right), "sold": float(bool(self.sold))}
+        )
 
 
 class Shop:

@@ -3,12 +3,12 @@ import time
 
 import numpy as np
 import pytest
-from tests.train.agents.shop import Scripted, Shop
 
 from dsv32_jax import encoding
 from dsv32_jax.encoding import markup
 from dsv32_jax.generate.sampling import SamplingParams
 from dsv32_jax.tokenizer import ByteTokenizer
+from tests.train.agents.shop import Scripted, Shop
 from train.agents import trajectory
 from train.agents.attempt import Job, Limits
 from train.agents.context import ContextConfig
@@ -17,6 +17,7 @@ from train.agents.loop import Loop, play_all
 
 BYTES = ByteTokenizer()
 COMPACT = CompactForm(tokenizer=BYTES)
+LIMITS = Limits()
 
 
 def say(*turns):
@@ -29,7 +30,7 @@ def say(*turns):
     return script
 
 
-def play(*turns, form=COMPACT, limits=Limits(), n=1, user=None, context=None, **engine):
+def play(*turns, form=COMPACT, limits=LIMITS, n=1, user=None, context=None, **engine):
     shop = Shop()
     task = next(shop.tasks("train"))
     script = turns[0] if callable(turns[0]) else say(*turns)
@@ -218,9 +219,7 @@ def test_a_summary_is_a_turn_of_its_own():
             said = ">3" if "pears cost 3" in text else "!price pear"
         return [*BYTES.encode(said), BYTES.eos_id]
 
-    found, engine = play(
-        script, max_len=400, context=ContextConfig(strategy="summary", share=0.3)
-    )
+    found, engine = play(script, max_len=400, context=ContextConfig(strategy="summary", share=0.3))
     assert found.solved
     assert text_of(engine.prompts[-1]).endswith("\nWhat was found so far:\npears cost 3\n")
     assert found.steps == len(engine.prompts)
