@@ -104,7 +104,7 @@ def test_masked_traces_are_the_same_tokens_and_train_the_policys_own(traced):
     masked, plain = traced(masked=True), traced(masked=False)
 
     words = tokenizers.ByteTokenizer()
-    for i, length in enumerate(masked.lengths):
+    for i, length in enumerate(masked.lengths.tolist()):
         tokens = masked.tokens(i, 0, length)
         np.testing.assert_array_equal(tokens, plain.tokens(i, 0, length))
         trained = masked.trained_tokens(i, 0, length)
