@@ -18,6 +18,7 @@ BASE_STEPS, WARMUP_STEPS, STEPS = 200, 40, 200
 def get_config() -> SftConfig:
     """Return the run."""
     rl, text = grpo.get_config(), sparse.get_config()
+    assert rl.tasks is not None, "the default run has tasks"
     return SftConfig(
         model=rl.model,
         data=DataConfig(seq_len=256, batch_size=8, seed=0, examples=True),

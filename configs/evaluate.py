@@ -12,6 +12,7 @@ from train.evaluation.config import EngineSettings, EvaluateConfig
 def get_config() -> EvaluateConfig:
     """Return the evaluation."""
     rl = grpo.get_config()
+    assert rl.tasks is not None, "the default run has tasks"
     return EvaluateConfig(
         families=rl.tasks.families,
         form="plain",

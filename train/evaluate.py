@@ -40,13 +40,9 @@ PAGE_FILE, POLICIES_FILE = "trajectories.html", "policies.json"
 # What may change between two starts of one evaluation: how it is run, and how much of it is asked for.
 CHANGEABLE = ("policies", "tasks", "samples", "ks", "tool_threads")
 HOW_RUN = (
-    "engine.slots",
-    "engine.mesh",
-    "rewards.workers",
-    "endpoint.concurrency",
-    "endpoint.timeout_s",
+    *("engine.slots", "engine.mesh", "rewards.workers"),
+    *("endpoint.concurrency", "endpoint.timeout_s", "endpoint.api_key_env"),
 )
-HOW_RUN = (*HOW_RUN, "endpoint.api_key_env")
 
 
 def main(cfg: EvaluateConfig, workdir: Location) -> int:

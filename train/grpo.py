@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from dsv32_jax import command_line, joining, json_files, progress_line
+from dsv32_jax.convert import storage
 from dsv32_jax.convert.storage import Location
 from dsv32_jax.errors import UsageError
 from dsv32_jax.parameters import Parameters
@@ -19,6 +20,7 @@ from dsv32_jax.tokenizer import Tokenizer, load_tokenizer
 from train import command, hosts, pretrain, run_folder
 from train.metrics import METRICS_FILE
 from train.rl import cold_start, report
+from train.rl.agent_tasks import AgentSource, AgentTasks
 from train.rl.loop import Run, Setting
 from train.rl.questions import Questions
 from train.rl.rewards import Rewarder, require_scorable
@@ -77,31 +79,41 @@ def main(cfg: GrpoConfig, workdir: Location) -> int:
         cfg.check_mesh(mesh)
         tokenizer = load_tokenizer(cfg.tokenizer)
         _check_vocab(cfg, tokenizer)
-        source = TaskSource(cfg.tasks)
-        pose = partial(
-            Questions,
-            tokenizer=tokenizer,
-            style=cfg.rewards.style,
-            instruction=cfg.instruction,
-        )
+        source = _make_source(cfg)
         _check_tasks(cfg, source)
-        _check_prompts(cfg, pose(source, rewarder=None), pose(source.held_out, rewarder=None))
+        pose: Callable[..., Questions | AgentTasks]
+        if cfg.agent is None:
+            pose = questions = partial(
+                Questions,
+                tokenizer=tokenizer,
+                style=cfg.rewards.style,
+                instruction=cfg.instruction,
+            )
+            asked, held_out = (
+                questions(tasks, rewarder=None) for tasks in (source, source.held_out)
+            )
+            _check_prompts(cfg, asked, held_out)
+        else:
+            pose = partial(
+                AgentTasks, cfg=cfg.agent, tokenizer=tokenizer, row=cfg.rl.learner.row_length
+            )
     # The rewarder comes first: what it lacks is to be said before hours go into a cold start.
     with contextlib.ExitStack() as stack:
         stack.enter_context(hosts.losses_named())
-        rewarder = stack.enter_context(_rewarder(cfg, workdir, stop))
+        if cfg.agent is None:
+            pose = partial(pose, rewarder=stack.enter_context(_rewarder(cfg, workdir, stop)))
         with command_line.wrong_usage():
             start = _policy(cfg, source, workdir, mesh)
         stack.enter_context(jax.set_mesh(mesh))
         stack.enter_context(stop)
-        asked = pose(source, rewarder=rewarder)
+        posed = pose(source)
         setting = Setting(
             model=cfg.model,
             rl=cfg.rl,
             kl_strength=cfg.kl_strength,
-            tasks=asked,
-            held_out=pose(source.held_out, rewarder=rewarder),
-            text=asked.text,
+            tasks=posed,
+            held_out=pose(source.held_out),
+            text=posed.text,
             checkpoint=cfg.checkpoint,
             metrics=cfg.metrics,
             seed=cfg.seed,
@@ -135,15 +147,27 @@ def _check_vocab(cfg: GrpoConfig, tokenizer: Tokenizer) -> None:
         )
 
 
-def _check_tasks(cfg: GrpoConfig, source: TaskSource) -> None:
+def _make_source(cfg: GrpoConfig) -> TaskSource | AgentSource:
+    if cfg.agent is None:
+        assert cfg.tasks is not None, "one of the two is given"
+        return TaskSource(cfg.tasks)
+    if jax.process_count() > 1:
+        raise UsageError("agent needs one process: tools are not called on several")
+    return AgentSource(cfg.agent, cfg.seed)
+
+
+def _check_tasks(cfg: GrpoConfig, source: TaskSource | AgentSource) -> None:
     """Refuse tasks that can not be rewarded, and comparisons of more tasks than there are."""
     n = len(source.held_out)
     asked = {"evaluate_tasks": cfg.rl.evaluate_tasks, "gate.prompts": cfg.rl.gate.prompts}
     for name, number in asked.items():
         if number > n:
             raise UsageError(
-                f"rl.{name}={number}, but only {n} tasks are held out; raise tasks.held_out or lower it"
+                f"rl.{name}={number}, but only {n} tasks are held out;"
+                " raise tasks.held_out, or agent.held_out, or lower it"
             )
+    if isinstance(source, AgentSource):
+        return
     drawn = (source[i] for i in range(cfg.rl.rollouts.prompts))
     require_scorable(cfg.rewards, (*source.held_out, *drawn))
 
@@ -179,25 +203,35 @@ def _rewarder(
 
 
 def _policy(
-    cfg: GrpoConfig, source: TaskSource, workdir: Location, mesh: Mesh
+    cfg: GrpoConfig, source: TaskSource | AgentSource, workdir: Location, mesh: Mesh
 ) -> Callable[[], Parameters]:
     """Return what loads the policy to begin with, the cold start having been run where there is one."""
     if cfg.cold_start is None:
         return find_start(cfg, mesh).load
     folder = workdir / "cold_start"
-    path = folder / cold_start.EXAMPLES_FILE
+    tokens = cfg.agent is not None and not cfg.cold_start.masked
+    if tokens and storage.is_remote(workdir):
+        raise UsageError(
+            f"workdir={workdir}: a bucket can not hold traces of tokens; set cold_start.masked=true"
+        )
+    path = folder / (cold_start.TRACES_FILE if tokens else cold_start.EXAMPLES_FILE)
     line = progress_line.ProgressLine(sys.stderr, seconds=cfg.metrics.console_seconds)
     if command_line.process_index() == 0:
-        cold_start.write_examples(
-            source,
-            path,
-            n=cfg.cold_start.examples,
-            style=cfg.rewards.style,
-            instruction=cfg.instruction,
-            masked=cfg.cold_start.masked,
-            worked=cfg.cold_start.worked,
-            show=line.show,
-        )
+        if isinstance(source, AgentSource):
+            assert cfg.agent is not None, "the source is the agent's"
+            others = AgentSource(cfg.agent, (cfg.seed + cold_start.OTHER_SEED) % 2**32)
+            cold_start.write_traces(cfg, others, path, show=line.show)
+        else:
+            cold_start.write_examples(
+                source,
+                path,
+                n=cfg.cold_start.examples,
+                style=cfg.rewards.style,
+                instruction=cfg.instruction,
+                masked=cfg.cold_start.masked,
+                worked=cfg.cold_start.worked,
+                show=line.show,
+            )
     line.close()
     multihost_utils.sync_global_devices("examples of the cold start")
     run = cfg.cold_start_run(str(path))

@@ -182,7 +182,7 @@ def test_a_file_of_tasks_is_attempted_whole_or_as_far_as_it_was_held_out(cfg, sc
     [
         ({"policies": ()}, "names nothing to evaluate"),
         ({"families": ()}, "leave nothing to attempt"),
-        ({"environments": ("nowhere",)}, "must be FILE.py:NAME"),
+        ({"environments": ("nowhere",)}, "there is no environment 'nowhere'"),
         ({"environments": (ADDING, ADDING)}, "share names: adding, adding"),
         (
             {"policies": (PolicyConfig(name="a", place="nowhere/b"),)},

@@ -376,7 +376,7 @@ def _parser() -> argparse.ArgumentParser:
         "environments",
         nargs="+",
         metavar="ENVIRONMENT",
-        help="FILE.py:NAME, a function that returns one",
+        help="by name, or FILE.py:NAME, a function that returns one",
     )
     parser.add_argument(
         "--kind",

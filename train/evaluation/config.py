@@ -124,10 +124,11 @@ class EvaluateConfig:
         policies: Who attempts; several are also rated against each other.
         families: Generators of reasoning-gym.
         files: Tasks of one's own, as `train.rl.tasks` reads them.
-        environments: Of agents: `FILE.py:NAME`, a function without arguments that returns an `Environment`.
+        environments: Of agents, by name, or `FILE.py:NAME`, a function without arguments that returns an `Environment`.
         split: "held_out", or "train".
         held_out_fraction: The share of a file's questions that training held out; 1 where it was not trained on.
-        tasks: Of each family, file and environment.
+        tasks: Of each family, file and environment; of a family that was trained on no more than were held out then,
+            or the others may have been seen.
         samples: Attempts at each task.
         ks: Of pass@k, each at most `samples`.
         parallel: Independent runs that make an attempt, of which the one with the fewest steps counts; 1 is one run.

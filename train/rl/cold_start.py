@@ -4,16 +4,71 @@ from collections.abc import Callable
 
 from dsv32_jax import json_files
 from dsv32_jax.convert.storage import Location
-from dsv32_jax.encoding import markup
+from dsv32_jax.encoding import TokenizedMessages, markup
 from dsv32_jax.errors import UsageError
+from dsv32_jax.tokenizer import load_tokenizer
+from train.agents.traces import solution_trace
+from train.data.token_files import INDEX_SUFFIX, write_token_file
+from train.rl.agent_tasks import AgentSource
 from train.rl.answer import Style
 from train.rl.problems import number_of
 from train.rl.questions import prompt_text, solution_text
+from train.rl.run_config import GrpoConfig
 from train.rl.task_source import TaskSource
 from train.rl.working import working
 
-EXAMPLES_FILE = "examples.jsonl"
+EXAMPLES_FILE, TRACES_FILE = "examples.jsonl", "traces.array_record"
 FIRST_EXAMPLE = 2**32  # training asks task 0, 1, ...: no run comes this far
+OTHER_SEED = 2**31  # added to the run's, for the tasks of environments
+
+
+def write_traces(
+    cfg: GrpoConfig, source: AgentSource, path: Location, *, show: Callable[[str], None]
+) -> None:
+    """Write the environments' own solutions as conversations, one a document; a file that is there stays.
+
+    Generated tasks are others than training asks; those of environments that have no more come in training too.
+
+    Args:
+        cfg: The run, with a cold start and `agent`.
+        source: Its tasks.
+        path: The file, of examples where the cold start is masked, else of tokens; its folder is made where there is
+            none.
+        show: Is told how far it is.
+
+    Raises:
+        UsageError: If an environment does not know how to solve its tasks.
+    """
+    assert cfg.cold_start is not None, "the run has no cold start"
+    assert cfg.agent is not None, "the run has no tools"
+    if path.is_file():
+        return
+    n = cfg.cold_start.examples
+    form, thinks = cfg.agent.make_form(load_tokenizer(cfg.tokenizer)), cfg.agent.form == "official"
+    documents: list[TokenizedMessages] = []
+    for i in range(n):
+        posed = source[i]
+        try:
+            messages, tools = solution_trace(posed.environment, posed.task, thinks=thinks)
+        except NotImplementedError as error:
+            raise UsageError(
+                f"{posed.environment.name} does not know its solutions, so cold_start can not show them"
+            ) from error
+        documents.append(form.encode(messages, tools))
+        if (i + 1) % 100 == 0 or i + 1 == n:
+            show(f"traces {i + 1}/{n}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if cfg.cold_start.masked:
+        entries = (
+            {"tokens": one.ids.tolist(), "trained": one.trainable.astype(int).tolist()}
+            for one in documents
+        )
+        json_files.replace_text(path, "".join(map(json_files.line_of, entries)))
+        return
+    partial = path.with_name(f"partial-{path.name}")
+    write_token_file(partial, [one.ids for one in documents])
+    for suffix in (INDEX_SUFFIX, ""):  # the file itself last: where it is, all is
+        partial.with_name(partial.name + suffix).replace(path.with_name(path.name + suffix))
 
 
 def write_examples(

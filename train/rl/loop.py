@@ -239,7 +239,7 @@ class Run:
         found = agreement.compare(
             policy.make_score(self._setting.model, **how),
             params,
-            self._sampler.respond(asked),
+            [drawn for drawn in self._sampler.respond(asked) if drawn.n_drawn],
             n_rows=rl.learner.rows,
             row_length=rl.learner.row_length,
             tolerance=gate.tolerance,
@@ -266,7 +266,7 @@ class Run:
         found = agreement.compare_selection(
             policy.make_score(self._setting.model, **how, selection=True),
             params,
-            self._sampler.respond(asked, selection=True),
+            [drawn for drawn in self._sampler.respond(asked, selection=True) if drawn.n_drawn],
             n_rows=rl.learner.rows,
             row_length=rl.learner.row_length,
         )

@@ -13,6 +13,7 @@ from dsv32_jax.sharding import MeshConfig, make_mesh
 from train.checkpoint import CheckpointConfig
 from train.data.config import DataConfig, Source
 from train.metrics import MetricsConfig
+from train.rl.agent_tasks import AgentConfig
 from train.rl.answer import THINKING_STYLES
 from train.rl.rewards import RewardConfig
 from train.rl.settings import RlConfig
@@ -105,7 +106,9 @@ class GrpoConfig:
         model: The policy.
         tokenizer: "bytes", or the path of a `tokenizer.json` or its folder.
         instruction: Put behind each question, such as how to mark the final answer.
-        tasks: What is asked.
+        tasks: What is asked, each answered in one turn.
+        agent: Tasks with tools instead; exactly one of the two must be given. The verifier's score is the reward:
+            `rewards` and `instruction` have no part in it.
         rewards: How responses are rewarded, and the format they should have.
         rl: How responses are drawn and learned from.
         domain_kl: The KL's strength in domains that have one of their own.
@@ -121,7 +124,8 @@ class GrpoConfig:
     model: ModelConfig
     tokenizer: str = tokenizers.BYTES
     instruction: str = ""
-    tasks: TaskConfig
+    tasks: TaskConfig | None = None
+    agent: AgentConfig | None = None
     rewards: RewardConfig = field(default_factory=RewardConfig)
     rl: RlConfig
     domain_kl: tuple[DomainKl, ...] = ()
@@ -148,6 +152,14 @@ class GrpoConfig:
         require(
             worked == 0 or style in THINKING_STYLES,
             f"cold_start.worked={worked} needs rewards.style of {THINKING_STYLES}, not {style!r}",
+        )
+        require(
+            (self.tasks is None) != (self.agent is None),
+            "exactly one of tasks and agent must be given",
+        )
+        require(
+            self.agent is None or (not self.instruction and self.rewards == RewardConfig()),
+            "instruction and rewards have no effect with agent: leave them as they are",
         )
         domains = [kl.domain for kl in self.domain_kl]
         require(len(set(domains)) == len(domains), f"domain_kl names a domain twice: {domains}")

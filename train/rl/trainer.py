@@ -2,7 +2,7 @@
 
 import collections
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -16,6 +16,7 @@ from dsv32_jax.config import ModelConfig
 from dsv32_jax.errors import WorkFailedError
 from dsv32_jax.generate.engine import Engine
 from dsv32_jax.generate.protocol import EngineConfig
+from dsv32_jax.generate.sampling import SamplingParams
 from dsv32_jax.parameters import Parameters
 from train.optimizer import rates_at
 from train.rl import groups as grouping
@@ -59,6 +60,21 @@ class Tasks(Protocol):
 
     def judge(self, answers: Sequence[tuple[Asked, Rollout]]) -> list[Scored]:
         """Return what each response is worth."""
+        ...
+
+
+@runtime_checkable
+class Plays(Protocol):
+    """Tasks that are answered in several turns, and draw those themselves."""
+
+    def play(
+        self,
+        engine: Engine,
+        requests: Sequence[tuple[Asked, SamplingParams]],
+        *,
+        version: int,
+    ) -> Iterator[tuple[int, Rollout]]:
+        """Draw a response to each request, as `rollout.sample` does."""
         ...
 
 
@@ -222,11 +238,16 @@ class Sampler:
         sequence = np.random.SeedSequence([self._seed, self._version, self.next_task])
         seeds = sequence.generate_state(len(asked), np.uint32)
         requests = [
-            (task.prompt, self._rollouts.params(seed=int(seed)))
+            (task, self._rollouts.params(seed=int(seed)))
             for task, seed in zip(asked, seeds, strict=True)
         ]
         self._engine.report_selection(selection)  # also forgets: a resumed run draws the same
-        found = dict(rollout.sample(self._engine, requests, version=self._version))
+        if isinstance(self._tasks, Plays):
+            drawing = self._tasks.play(self._engine, requests, version=self._version)
+        else:
+            prompts = [(task.prompt, params) for task, params in requests]
+            drawing = rollout.sample(self._engine, prompts, version=self._version)
+        found = dict(drawing)
         return [found[i] for i in range(len(asked))]
 
 

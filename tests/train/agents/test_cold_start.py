@@ -213,7 +213,7 @@ def test_of_a_policys_attempts_the_right_ones_become_examples_and_none_is_made_t
         ([PLACE, "--kind", "reasoning"], "kind reasoning needs --policy"),
         ([PLACE.replace(":make", ":nothing")], "returned a int, no environment"),
         ([PLACE.replace(":make", ":none")], "has no function 'none'"),
-        (["adding"], "must be FILE.py:NAME"),
+        (["adding"], "there is no environment 'adding'"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(tmp_path, capsys, words, message):

@@ -17,6 +17,7 @@ from train.agents.loop import Loop, play_all
 
 BYTES = ByteTokenizer()
 COMPACT = CompactForm(tokenizer=BYTES)
+LIMITS = Limits()
 
 
 def say(*turns):
@@ -29,7 +30,7 @@ def say(*turns):
     return script
 
 
-def play(*turns, form=COMPACT, limits=Limits(), n=1, user=None, context=None, **engine):
+def play(*turns, form=COMPACT, limits=LIMITS, n=1, user=None, context=None, **engine):
     shop = Shop()
     task = next(shop.tasks("train"))
     script = turns[0] if callable(turns[0]) else say(*turns)

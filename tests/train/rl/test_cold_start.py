@@ -3,13 +3,16 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from configs import grpo as default
 from dsv32_jax import tokenizer as tokenizers
 from dsv32_jax.errors import UsageError
-from train.data import examples
+from train import config_file
+from train.data import corpus, examples
 from train.rl import answer, cold_start, questions
+from train.rl.agent_tasks import AgentSource
 from train.rl.problems import Family
 from train.rl.task_source import TaskConfig, TaskFile, TaskSource
 
@@ -118,3 +121,38 @@ def test_a_solution_reads_back_as_its_thinking_and_answer(source, style, text):
     assert solution == text
     found = answer.read(solution, style, cut=False)
     assert (found.thinking, found.final, found.well_formed) == ("n o", "A", True)
+
+
+@pytest.fixture
+def traced(tmp_path):
+    """Return a function that writes traces, masked or not, and returns the documents as ids and masks."""
+
+    def trace(*, masked):
+        base = config_file.load_config("agent_tools")
+        cold = dataclasses.replace(base.cold_start, examples=3, masked=masked)
+        cfg = dataclasses.replace(base, cold_start=cold)
+        name = cold_start.EXAMPLES_FILE if masked else cold_start.TRACES_FILE
+        path = tmp_path / name
+        source = AgentSource(cfg.agent, 7)
+        cold_start.write_traces(cfg, source, path, show=lambda text: None)
+        run = cfg.cold_start_run(str(path))
+        (found,) = corpus.open_corpora(run.data)
+        return found
+
+    return trace
+
+
+def test_masked_traces_are_the_same_tokens_and_train_the_policys_own(traced):
+    masked, plain = traced(masked=True), traced(masked=False)
+
+    words = tokenizers.ByteTokenizer()
+    for i, length in enumerate(masked.lengths.tolist()):
+        tokens = masked.tokens(i, 0, length)
+        np.testing.assert_array_equal(tokens, plain.tokens(i, 0, length))
+        trained = masked.trained_tokens(i, 0, length)
+        said = words.decode(tokens[trained & (tokens < 256)].tolist())
+        assert said.startswith("!")
+        assert ">" in said
+        assert "?" not in said
+        assert tokens[np.flatnonzero(trained)[-1]] == words.eos_id
+    assert len(masked.lengths) == len(plain.lengths) == 3
