@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -81,27 +82,26 @@ def main(cfg: GrpoConfig, workdir: Location) -> int:
         _check_vocab(cfg, tokenizer)
         source = _make_source(cfg)
         _check_tasks(cfg, source)
-        pose: Callable[..., Questions | AgentTasks]
+        questions = partial(
+            Questions,
+            tokenizer=tokenizer,
+            style=cfg.rewards.style,
+            instruction=cfg.instruction,
+        )
         if cfg.agent is None:
-            pose = questions = partial(
-                Questions,
-                tokenizer=tokenizer,
-                style=cfg.rewards.style,
-                instruction=cfg.instruction,
-            )
             asked, held_out = (
                 questions(tasks, rewarder=None) for tasks in (source, source.held_out)
             )
             _check_prompts(cfg, asked, held_out)
-        else:
-            pose = partial(
-                AgentTasks, cfg=cfg.agent, tokenizer=tokenizer, row=cfg.rl.learner.row_length
-            )
     # The rewarder comes first: what it lacks is to be said before hours go into a cold start.
     with contextlib.ExitStack() as stack:
         stack.enter_context(hosts.losses_named())
+        pose: Callable[[Any], Questions | AgentTasks]
         if cfg.agent is None:
-            pose = partial(pose, rewarder=stack.enter_context(_rewarder(cfg, workdir, stop)))
+            pose = partial(questions, rewarder=stack.enter_context(_rewarder(cfg, workdir, stop)))
+        else:
+            row = cfg.rl.learner.row_length
+            pose = partial(AgentTasks, cfg=cfg.agent, tokenizer=tokenizer, row=row)
         with command_line.wrong_usage():
             start = _policy(cfg, source, workdir, mesh)
         stack.enter_context(jax.set_mesh(mesh))
