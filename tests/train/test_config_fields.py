@@ -14,6 +14,8 @@ from dsv32_jax.generate.protocol import EngineConfig
 from dsv32_jax.generate.sampling import SamplingParams
 from dsv32_jax.serve.config import ServeConfig
 from dsv32_jax.sharding import AXES, MeshConfig
+from train.agents.endpoint import EndpointConfig
+from train.rl.agent_tasks import AgentConfig
 from train.rl.rewards import RewardConfig, Weights
 from train.rl.task_source import TaskConfig
 from train.run_config import RunConfig
@@ -47,7 +49,7 @@ def parts_of(hint):
 
 
 ROOTS = (RunConfig, EngineConfig, SamplingParams, ServeConfig, from_hf.Options, to_hf.Options)
-ROOTS += (RewardConfig, TaskConfig)
+ROOTS += (RewardConfig, TaskConfig, AgentConfig, EndpointConfig)
 CLASSES = list(dict.fromkeys(cls for root in ROOTS for cls in config_classes(root)))
 
 
