@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from train.agents.tools import Tool
 
@@ -47,6 +47,7 @@ class Grade:
     note: str = ""
 
 
+@runtime_checkable  # so that the tests' type checks can look at it
 class Episode(Protocol):
     """One attempt at a task, with state of its own: a database, a sandbox, files.
 
@@ -68,6 +69,7 @@ class Episode(Protocol):
         ...
 
 
+@runtime_checkable
 class Environment(Protocol):
     """A kind of task.
 
