@@ -42,6 +42,7 @@ CHANGEABLE = ("policies", "tasks", "samples", "ks", "tool_threads")
 HOW_RUN = (
     *("engine.slots", "engine.mesh", "rewards.workers"),
     *("endpoint.concurrency", "endpoint.timeout_s", "endpoint.api_key_env"),
+    *("endpoint.attempts", "endpoint.give_up_s"),
 )
 
 

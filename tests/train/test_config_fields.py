@@ -14,7 +14,9 @@ from dsv32_jax.generate.protocol import EngineConfig
 from dsv32_jax.generate.sampling import SamplingParams
 from dsv32_jax.serve.config import ServeConfig
 from dsv32_jax.sharding import AXES, MeshConfig
+from train.agents.endpoint import EndpointConfig
 from train.evaluation.config import EvaluateConfig
+from train.rl.agent_tasks import AgentConfig
 from train.rl.rewards import RewardConfig, Weights
 from train.rl.task_source import TaskConfig
 from train.run_config import RunConfig
@@ -49,7 +51,7 @@ def parts_of(hint):
 
 
 ROOTS = (RunConfig, EngineConfig, SamplingParams, ServeConfig, from_hf.Options, to_hf.Options)
-ROOTS += (RewardConfig, TaskConfig, SftConfig, EvaluateConfig)
+ROOTS += (RewardConfig, TaskConfig, SftConfig, EvaluateConfig, AgentConfig, EndpointConfig)
 CLASSES = list(dict.fromkeys(cls for root in ROOTS for cls in config_classes(root)))
 
 

@@ -56,7 +56,7 @@ class KeysEpisode:
 
 
 class Keys:
-    """Numbers behind letters. Held-out tasks have numbers, and letters, that no task for training has together."""
+    """Numbers behind letters. Held-out tasks have numbers that no task for training has."""
 
     name = "keys"
     summary = "numbers behind letters, for policies that know bytes"

@@ -113,6 +113,7 @@ class Loop:
         self._pool = ThreadPoolExecutor(workers, "tools") if workers else None
         self._players: dict[int, _Player] = {}  # by request
         self._calling: dict[Future[list[str] | None], _Player] = {}
+        self._open: dict[int, _Player] = {}  # by place: whatever they wait for
 
     def play(self, jobs: Sequence[Job], *, version: int = 0) -> Iterator[tuple[int, Trajectory]]:
         """Play an episode of each job; those that end first come first.
@@ -130,8 +131,8 @@ class Loop:
         waiting = iter(enumerate(jobs))
         more = True
         try:
-            while more or self._players or self._calling:
-                while more and len(self._players) + len(self._calling) < self._engine.cfg.n_slots:
+            while more or self._open:
+                while more and len(self._open) < self._engine.cfg.n_slots:
                     place, job = next(waiting, (-1, None))
                     if job is None:
                         more = False
@@ -149,6 +150,7 @@ class Loop:
             yield place, failed(job, error)
             return
         player = _Player(place, Attempt(job, episode, self._limits), stack)
+        self._open[place] = player
         self._open_context(player, player.attempt.messages)
         yield from self._submit(player, version)
 
@@ -272,6 +274,7 @@ class Loop:
         self._players[self._engine.submit(here.tokens, params)] = player
 
     def _finish(self, player: _Player, version: int) -> Iterator[tuple[int, Trajectory]]:
+        del self._open[player.place]
         with player.stack:
             done = player.attempt.finish(rollout=self._rollout(player, version))
         yield player.place, done
@@ -307,12 +310,11 @@ class Loop:
             self._engine.cancel(request)
         if self._pool is not None and self._calling:
             wait(self._calling)
-        for player in [*self._players.values(), *self._calling.values()]:
+        for player in self._open.values():
             player.stack.close()
-        if self._players:
-            for _ in self._engine.run():
-                pass
-        self._players, self._calling = {}, {}
+        while self._players and self._engine.has_work:
+            self._engine.step()
+        self._players, self._calling, self._open = {}, {}, {}
 
     def close(self) -> None:
         """End the threads."""

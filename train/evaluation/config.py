@@ -6,6 +6,7 @@ from typing import Literal
 from dsv32_jax.config import Dtype, require
 from dsv32_jax.generate.sampling import SamplingParams
 from train.agents.context import ContextConfig, Strategy
+from train.agents.endpoint import EndpointConfig
 from train.agents.environment import Split
 from train.agents.loop import Limits
 from train.rl.problems import Family
@@ -94,26 +95,36 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointSettings:
-    """How endpoints are asked.
+    """How endpoints are asked; the fields are those of `EndpointConfig`.
 
     Attributes:
-        concurrency: Episodes at once.
-        window: Tokens that the model's context holds, by which contexts are managed.
-        thinking: Ask for reasoning, or for none, as DeepSeek's API does; None leaves it to the endpoint.
-        timeout_s: Seconds that a request may take.
         api_key_env: Environment variable that holds the key; "" sends none.
+        window: Tokens that the model's context holds, by which contexts are managed.
+        concurrency: Episodes at once.
+        attempts: Failures to bear on one request while others succeed.
+        timeout_s: Seconds that a request may take.
+        give_up_s: Seconds that an endpoint may be down before the evaluation stops; None waits without end.
     """
 
-    concurrency: int = 8
-    window: int = 131_072
-    thinking: bool | None = None
-    timeout_s: float = 600.0
     api_key_env: str = ""
+    window: int = 131_072
+    concurrency: int = 8
+    attempts: int = 3
+    timeout_s: float = 600.0
+    give_up_s: float | None = 600.0
 
-    def __post_init__(self) -> None:
-        """Check ranges."""
-        for name in ("concurrency", "window", "timeout_s"):
-            require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
+    def of(self, policy: PolicyConfig) -> EndpointConfig:
+        """Return how a policy's endpoint is asked."""
+        return EndpointConfig(
+            base_url=policy.place,
+            model=policy.model,
+            api_key_env=self.api_key_env,
+            window=self.window,
+            concurrency=self.concurrency,
+            attempts=self.attempts,
+            timeout_s=self.timeout_s,
+            give_up_s=self.give_up_s,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +209,13 @@ class EvaluateConfig:
             self.rewards.style != "thinking",
             "rewards.style=thinking: answers are judged without their reasoning; set chat",
         )
+        for policy in self.policies:
+            require(
+                not (policy.is_endpoint and self.top_k),
+                f"top_k={self.top_k} is not sent to endpoints, of which {policy.name} is one",
+            )
+            if policy.is_endpoint:
+                self.endpoint.of(policy)
         self.params(seed=0)
         self.managed  # noqa: B018  # checks the share
 

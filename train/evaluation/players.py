@@ -13,12 +13,12 @@ from dsv32_jax.errors import UsageError
 from dsv32_jax.generate.engine import Engine
 from dsv32_jax.generate.protocol import EngineConfig
 from dsv32_jax.tokenizer import Tokenizer
+from train.agents.endpoint import EndpointLoop
 from train.agents.forms import CompactForm, Form, OfficialForm
 from train.agents.loop import Job, Loop
 from train.agents.trajectory import Trajectory
 from train.evaluation.attempts import Planned, TrajectoryFile
 from train.evaluation.config import EvaluateConfig, FormName, PolicyConfig
-from train.evaluation.endpoint import EndpointLoop
 from train.evaluation.questions import PlainForm
 
 logger = logging.getLogger(__name__)
@@ -61,27 +61,17 @@ def open_player(cfg: EvaluateConfig, policy: PolicyConfig) -> Iterator[Play]:
     Yields:
         What plays jobs.
     """
-    open_loop = _endpoint_loop if policy.is_endpoint else _engine_loop
-    loop: EndpointLoop | Loop = open_loop(cfg, policy)
+    if policy.is_endpoint:
+        with EndpointLoop(
+            cfg.endpoint.of(policy), limits=cfg.limits, context=cfg.managed
+        ) as endpoint:
+            yield endpoint.play
+        return
+    loop = _engine_loop(cfg, policy)
     try:
         yield loop.play
     finally:
         loop.close()
-
-
-def _endpoint_loop(cfg: EvaluateConfig, policy: PolicyConfig) -> EndpointLoop:
-    settings = cfg.endpoint
-    return EndpointLoop(
-        policy.place,
-        policy.model,
-        limits=cfg.limits,
-        context=cfg.managed,
-        window=settings.window,
-        thinking=settings.thinking,
-        concurrency=settings.concurrency,
-        timeout_s=settings.timeout_s,
-        api_key_env=settings.api_key_env,
-    )
 
 
 def _engine_loop(cfg: EvaluateConfig, policy: PolicyConfig) -> Loop:

@@ -19,7 +19,8 @@ from dsv32_jax.generate.protocol import EngineConfig, FinishEvent
 from dsv32_jax.generate.sampling import SamplingParams
 from dsv32_jax.serve.answers import ChatAnswer, TextAnswer
 from dsv32_jax.tokenizer import Tokenizer
-from train.rl.judge import POLL_S, JudgeConfig, JudgeError, Reply, temperature_of
+from train.rl.judge import JudgeConfig, JudgeError, Reply, temperature_of
+from train.rl.outage import POLL_S
 
 PAGE_SIZE = 64
 MAX_WAITING = 1 << 16  # more than threads ask at once

@@ -6,10 +6,11 @@ import pytest
 
 from dsv32_jax import encoding
 from dsv32_jax.encoding import markup
+from dsv32_jax.errors import UsageError
 from dsv32_jax.generate.sampling import SamplingParams
 from dsv32_jax.tokenizer import ByteTokenizer
 from tests.train.agents.shop import Scripted, Shop
-from train.agents import trajectory
+from train.agents import schemas, trajectory
 from train.agents.attempt import Job, Limits
 from train.agents.context import ContextConfig
 from train.agents.forms import CompactForm, OfficialForm
@@ -265,6 +266,19 @@ def test_what_is_open_is_closed_when_nobody_wants_more():
     next(playing)
     playing.close()
     assert 0 < shop.opened == shop.closed < 9
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_open_is_closed_when_a_library_is_missing(monkeypatch, workers):
+    def missing(*_, **__):
+        raise UsageError("no jsonschema")
+
+    monkeypatch.setattr(schemas, "check", missing)
+    shop = Shop()
+    loop = Loop(Scripted(say("!price pear")), COMPACT, workers=workers)
+    with pytest.raises(UsageError, match="no jsonschema"):
+        play_all(loop, [Job(shop, next(shop.tasks("train")))] * 2)
+    assert shop.opened == shop.closed == 2
 
 
 def test_a_trajectory_goes_to_json_and_back():

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from dsv32_jax.errors import UsageError, WorkFailedError
 from train import overrides
 from train.rl import judge as judges
+from train.rl import outage
 from train.rl.judge import Judge, JudgeConfig, JudgeError, Reply
 from train.rl.rewards import RewardConfig
 from train.rl.tasks import Task
@@ -80,9 +81,9 @@ def endpoint(running):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(judges, "LONGEST_PAUSE_S", 0.05)
-    monkeypatch.setattr(judges, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(judges, "POLL_S", 0.01)
+    monkeypatch.setattr(outage, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(outage, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(outage, "POLL_S", 0.01)
 
 
 @pytest.fixture
@@ -182,7 +183,7 @@ def test_while_the_endpoint_is_down_the_call_waits_and_says_so_once(endpoint, ma
     endpoint.replies = [status] * 4 + ["Score: 6"]
 
     assert make(attempts=1).score(TASK, "a") == 0.6
-    lines = [record.getMessage() for record in caplog.records if record.name == judges.__name__]
+    lines = [record.getMessage() for record in caplog.records if record.name == outage.__name__]
     assert [("is down" in line, "is back" in line) for line in lines] == [
         (True, False),
         (False, True),
@@ -260,7 +261,7 @@ def test_a_response_that_alone_fails_is_given_up(endpoint, make):
             assert judge.score(TASK, f"good {i}") == 0.5
             if bad.done():
                 break
-    with pytest.raises(JudgeError, match="fails on this response alone"):
+    with pytest.raises(JudgeError, match="fails on this request alone"):
         bad.result(0)
 
 
@@ -337,7 +338,7 @@ def test_nothing_is_logged_while_all_is_well(make, caplog):
     caplog.set_level(logging.WARNING)
     make().score(TASK, "a")
 
-    assert not [record for record in caplog.records if record.name == judges.__name__]
+    assert not [record for record in caplog.records if record.name == outage.__name__]
 
 
 def test_a_judge_is_named_on_the_command_line():

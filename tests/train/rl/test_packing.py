@@ -120,3 +120,34 @@ def test_stacked_microbatches_are_the_microbatches_of_their_rows():
     assert (
         packing.stack(packing.pack([make(1, 2)], [[0]], n_rows=1, row_length=4), 1).experts is None
     )
+
+
+def episode(start):
+    """Prompt of 2, a turn of 2, a result of 1, a turn of 1; then a context of a prompt of 3 and a turn of 1."""
+    trainable = np.array([0, 0, 1, 1, 0, 1, 0, 0, 0, 1], bool)
+    tokens = np.arange(start, start + 10, dtype=np.int32)
+    drawn = tokens[trainable]
+    return dataclasses.replace(
+        make(2, 8, start=start),
+        log_p=-drawn.astype(np.float32),
+        kept=KeptSets(np.stack([drawn, drawn + 1], axis=1).ravel(), 2 * np.arange(1, 5)),
+        trainable=trainable,
+        starts=(0, 6),
+    )
+
+
+def test_an_episode_is_one_response_whose_contexts_are_documents():
+    packed = packing.pack([make(1, 2), episode(10)], [[0, 1]], n_rows=1, row_length=14)
+
+    assert packed.segment_ids[0].tolist() == [1] * 3 + [2] * 6 + [3] * 4 + [0]
+    assert packed.rollout.tolist() == [[0, 1]]
+    assert packed.mask[0, 1].sum() == 4
+    predicted = packed.tokens[0, packed.place[0, 1, :4] + 1]
+    assert predicted.tolist() == [12, 13, 15, 19]
+    assert packed.log_p[0, 1, :4].tolist() == [-12, -13, -15, -19]
+    # No drawn token is predicted from another context.
+    ends = packed.segment_ids[0, packed.place[0, 1, :4] + 1]
+    assert packed.segment_ids[0, packed.place[0, 1, :4]].tolist() == ends.tolist()
+    place, token = packed.kept
+    assert place[0, :8].tolist() == [4, 4, 5, 5, 7, 7, 11, 11]
+    assert token[0, :8].tolist() == [12, 13, 13, 14, 15, 16, 19, 20]

@@ -22,6 +22,20 @@ def make(rng, *, kept, experts):
     )  # fmt: skip
 
 
+def masked(rollout):
+    """Return it with a result among its drawn tokens and a second context."""
+    n = len(rollout.tokens)
+    trainable = np.zeros(n + 4, bool)
+    trainable[rollout.n_prompt : n] = True
+    tokens = np.concatenate([rollout.tokens, np.arange(4, dtype=np.int32)])
+    experts = rollout.experts
+    if experts is not None:
+        experts = np.pad(experts, ((0, 0), (0, 4), (0, 0)))
+    return dataclasses.replace(
+        rollout, tokens=tokens, trainable=trainable, experts=experts, starts=(0, n + 1)
+    )
+
+
 def groups(rng, n, **having):
     return [
         Group(
@@ -40,7 +54,7 @@ def assert_equal(found, expected):
     for a, b in zip(_flat(found), _flat(expected), strict=True):
         for field in dataclasses.fields(Rollout):
             mine, other = getattr(a, field.name), getattr(b, field.name)
-            if other is None or isinstance(other, str | int | float):
+            if field.name == "starts" or other is None or isinstance(other, str | int | float):
                 assert mine == other, field.name
             else:
                 parts = zip(mine, other, strict=True) if field.name == "kept" else [(mine, other)]
@@ -95,3 +109,18 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(ValueError, match="holds no pending responses"):
         pending.load(path)
+
+
+@pytest.mark.parametrize("experts", [True, False])
+def test_episodes_of_several_turns_and_contexts_come_back_as_they_were(tmp_path, experts):
+    rng = np.random.default_rng(1)
+    (group,) = groups(rng, 1, kept=True, experts=experts)
+    first, *others = group.rollouts
+    mixed = group._replace(rollouts=(masked(first), *others))
+    pending.save(tmp_path / "p.npz", [[mixed]])
+
+    found = pending.load(tmp_path / "p.npz")
+
+    assert_equal(found, [[mixed]])
+    assert found[0][0].rollouts[0].starts == mixed.rollouts[0].starts
+    assert len(found[0][0].rollouts[0].contexts) == 2

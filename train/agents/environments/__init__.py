@@ -1,0 +1,1 @@
+"""Environments: tasks with tools and verifiers; `catalogue.make` gives one by its name."""

@@ -1,0 +1,1 @@
+"""Synthesis: environments, tools, tasks and verifiers that are made, checked and kept without a person."""
