@@ -245,7 +245,8 @@ def _compile(
         lowered = trace.lower()
         filled = moe.filled(model, step.tokens * model.moe.n_active // mesh.size)
     report.lower_s = time.monotonic() - began
-    report.executed_flops = traced.executed_flops(trace.jaxpr, mesh.size, filled) / mesh.size
+    executed = traced.executed_flops(trace.jaxpr, mesh.size, filled, step.reach)
+    report.executed_flops = executed / mesh.size
     began = time.monotonic()
     try:
         compiled = lowered.compile(compiler_options=COMPILER_OPTIONS.get(target.kind))

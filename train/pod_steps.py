@@ -1,5 +1,6 @@
 """The real steps of a run with abstract arguments: shapes with places, from which they are traced and compiled."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -150,6 +151,7 @@ class PodStep(NamedTuple):
         seq_len: Length of the rows, whose square must be no buffer's size.
         n_stacked: Layers stacked along the first axis of a weight, which must not be gathered together.
         gradient_bytes: Of one device; like arguments they are cut finer on more devices.
+        reach: See `traced.executed_flops`.
     """
 
     jitted: Any
@@ -159,6 +161,19 @@ class PodStep(NamedTuple):
     seq_len: int
     n_stacked: int = 0
     gradient_bytes: float = 0.0
+    reach: float = 1.0
+
+
+def reach(load: Load, mesh: Mesh) -> float:
+    """Return the share of a row's keys that its queries read on average, on the device that has the row's end.
+
+    Args:
+        load: The step, its rows full of documents.
+        mesh: Cuts a row's queries.
+    """
+    piece = load.seq_len / math.prod(mesh.shape[axis] for axis in sharding.RULES["sequence"])
+    keys = load.document / 2 if load.document <= piece else load.document - piece / 2
+    return keys / load.seq_len
 
 
 def train_step(cfg: RunConfig, mesh: Mesh, stage: Stage) -> PodStep:
@@ -180,7 +195,7 @@ def train_step(cfg: RunConfig, mesh: Mesh, stage: Stage) -> PodStep:
         step = make_step(
             cfg.model, settings.loss, settings.optimizer.adam, stage, settings.microbatches
         )
-    n_tokens = data.batch_size * data.seq_len
+    n_tokens, load = data.batch_size * data.seq_len, step_estimate.load_of(cfg, stage)
     return PodStep(
         step,
         (state, Batch(tokens, tokens), Rates(rate, rate)),
@@ -188,7 +203,8 @@ def train_step(cfg: RunConfig, mesh: Mesh, stage: Stage) -> PodStep:
         n_tokens * train_flops(cfg.model, data.seq_len, stage),
         data.seq_len,
         cfg.model.n_moe_layers,
-        step_estimate.gradient_bytes(cfg.model, step_estimate.load_of(cfg, stage), mesh),
+        step_estimate.gradient_bytes(cfg.model, load, mesh),
+        reach(load, mesh),
     )
 
 
@@ -219,6 +235,7 @@ def grpo_step(cfg: RunConfig, mesh: Mesh, shape: GrpoShape) -> PodStep:
         shape.row_length,
         model.n_moe_layers,
         step_estimate.gradient_bytes(model, load, mesh),
+        reach(load, mesh),
     )
 
 

@@ -26,18 +26,20 @@ class Value(NamedTuple):
     source: str
 
 
-def executed_flops(jaxpr: Any, n_devices: int, filled: float = 1.0) -> float:
+def executed_flops(jaxpr: Any, n_devices: int, filled: float = 1.0, reach: float = 1.0) -> float:
     """Add up the FLOPs of every product of a program, a multiply and an add counted as two.
 
     Args:
         jaxpr: A Jaxpr or ClosedJaxpr.
         n_devices: Devices of the mesh; a `shard_map`'s body runs on each of them.
         filled: Share of the rows of grouped products that are in a group, and so are computed: see `moe.filled`.
+        reach: Share of a row's keys that a query's range has on average, on the device with most of them. Kernels skip
+            blocks of keys outside of the ranges.
 
     Returns:
         FLOPs of one run on all devices together. Loops count as often as they run (a `while` as often as a constant in
         its condition allows, once without one), of a conditional the dearest branch, of a kernel every step of its
-        grid. What every device computes alike outside a `shard_map` counts once.
+        grid that it does not skip. What every device computes alike outside a `shard_map` counts once.
     """
     total = 0.0
     for eqn in _open(jaxpr).eqns:
@@ -47,12 +49,12 @@ def executed_flops(jaxpr: Any, n_devices: int, filled: float = 1.0) -> float:
         elif name in ("ragged_dot", "ragged_dot_general"):
             total += filled * _ragged_product(eqn)
         else:
-            inner = [executed_flops(sub, n_devices, filled) for sub in _inside(eqn)]
+            inner = [executed_flops(sub, n_devices, filled, reach) for sub in _inside(eqn)]
             if inner:
                 times = eqn.params["length"] if name == "scan" else 1
                 times *= _most_runs(eqn) if name == "while" else 1
                 times *= n_devices if name == "shard_map" else 1
-                times *= _grid_steps(eqn) if name == "pallas_call" else 1
+                times *= _grid_steps(eqn, reach) if name == "pallas_call" else 1
                 total += times * (max(inner) if name == "cond" else sum(inner))
     return total
 
@@ -119,9 +121,12 @@ def _most_runs(eqn: Any) -> int:
     return max((int(x.val) for x in bounds if isinstance(x, core.Literal)), default=1)
 
 
-def _grid_steps(eqn: Any) -> int:
-    """Return how often a kernel's body runs, steps that it skips included."""
-    return math.prod(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
+def _grid_steps(eqn: Any, reach: float) -> float:
+    """Return how often a kernel's body runs; of one that is told spans of blocks, and a block more than they reach."""
+    mapping = eqn.params["grid_mapping"]
+    grid = [size for size in mapping.grid if isinstance(size, int)]
+    spans = mapping.num_index_operands >= 2 and len(grid) >= 2  # first and last blocks
+    return math.prod(grid) * (min(1.0, reach + 1 / sorted(grid)[-2]) if spans else 1.0)
 
 
 def _product(eqn: Any) -> float:

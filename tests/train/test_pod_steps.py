@@ -31,6 +31,30 @@ def test_a_training_step_counts_its_tokens_and_flops(tiny_run, mesh):
     assert step.seq_len == 16
 
 
+@pytest.mark.parametrize(
+    ("document", "context", "expected"),
+    [
+        (16, 1, 8 / 16),
+        (16, 4, 14 / 16),  # the last 4 queries have 12 to 16 keys
+        (4, 1, 2 / 16),
+        (4, 4, 2 / 16),
+        (4, 8, 3 / 16),  # the last 2 of a document have 2 to 4
+    ],
+)
+def test_reach_is_that_of_the_device_with_a_rows_last_queries(
+    tiny_run, torus, document, context, expected
+):
+    load = pod_steps.load_of("sparse", tiny_run, SHAPES)._replace(document=document)
+    found = pod_steps.reach(load, torus((context, 1, 1), context=context))
+    assert found == pytest.approx(expected)
+
+
+def test_each_step_that_trains_says_how_far_its_kernels_reach(tiny_run, mesh):
+    expected = {"sparse": 1 / 2, "grpo": 1 / 4, "decode": 1.0}
+    steps = {name: pod_steps.build(name, tiny_run, mesh, SHAPES) for name in expected}
+    assert {name: step.reach for name, step in steps.items()} == expected
+
+
 def test_grpos_update_has_rollouts_experts_and_a_reference(tiny_run, mesh):
     step = pod_steps.build("grpo", tiny_run, mesh, Shapes(grpo=replace(GRPO, kept_tokens=100)))
     state, reference, work, _ = step.arguments

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.dense_mla import pallas_tpu
 from train import traced
 
 
@@ -63,6 +64,27 @@ def test_a_kernels_body_runs_at_each_step_of_its_grid():
         )(x, y)
 
     assert traced.executed_flops(trace(fn, (24, 16), (16, 64)), 1) == 2 * 24 * 64 * 16
+
+
+def test_a_kernel_skips_the_blocks_of_keys_that_no_range_reaches():
+    n, heads, block = 4096, 4, 512
+    widths = (192, 192, 128)
+
+    def fn(q, k, v):
+        end = jnp.arange(1, n + 1)
+        out, _ = pallas_tpu.dense_mla(q, k, v, scale=1.0, start=jnp.zeros_like(end), end=end)
+        return jnp.sum(out)
+
+    program = trace(fn, *((n, heads, width) for width in widths))
+    square = 2 * heads * n * n * (192 + 128)
+    assert traced.executed_flops(program, 1) == square
+    # One document a row: the blocks below the diagonal, and those on it.
+    blocks = n // block
+    causal = square * (blocks + 1) / (2 * blocks)
+    assert causal <= traced.executed_flops(program, 1, reach=0.5) <= 1.15 * causal
+    backward = trace(jax.grad(fn, (0, 1, 2)), *((n, heads, width) for width in widths))
+    share = traced.executed_flops(backward, 1, reach=0.5) / traced.executed_flops(backward, 1)
+    assert (blocks + 1) / (2 * blocks) <= share < 0.65
 
 
 def test_a_shard_maps_body_runs_on_each_device():
