@@ -19,8 +19,8 @@ from train.rl.settings import GateConfig, LearnerConfig, RlConfig, RolloutConfig
 from train.rl.task_source import TaskConfig
 from train.run_config import StageConfig
 
-DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 1600, 60, 60
-STEPS = 40
+DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 2400, 80, 120
+STEPS = 60
 
 
 def get_config() -> GrpoConfig:
@@ -63,10 +63,10 @@ def get_config() -> GrpoConfig:
             ),
             held_out=32,
         ),
-        rewards=RewardConfig(style="thinking"),
+        rewards=RewardConfig(style="lines"),
         cold_start=ColdStartConfig(
-            examples=32000,
-            worked=0.3,
+            examples=80000,
+            worked=0.5,
             masked=True,
             seq_len=256,
             batch_size=8,
@@ -93,7 +93,7 @@ def get_config() -> GrpoConfig:
         rl=RlConfig(
             steps=STEPS,
             rollouts=RolloutConfig(
-                prompts=24, group_size=8, max_prompt_tokens=96, max_tokens=24, slots=64
+                prompts=24, group_size=8, max_prompt_tokens=80, max_tokens=26, slots=64
             ),
             learner=LearnerConfig(
                 objective=ObjectiveConfig(kl_strength=0.001, off_policy_delta=0.1),
@@ -105,8 +105,8 @@ def get_config() -> GrpoConfig:
                 row_length=512,
             ),
             gate=GateConfig(prompts=16, tolerance=1e-3),
-            evaluate_every=5,
+            evaluate_every=10,
             evaluate_tasks=96,
         ),
-        checkpoint=CheckpointConfig(every_steps=20, keep_last=2, keep_best=0),
+        checkpoint=CheckpointConfig(every_steps=200, keep_last=2, keep_best=0),
     )

@@ -4,8 +4,8 @@ from typing import Literal, NamedTuple
 
 from dsv32_jax.encoding import markup, parse_completion_tolerant
 
-Style = Literal["thinking", "chat", "tags", "plain"]
-THINKING_STYLES: tuple[Style, ...] = ("thinking", "tags")
+Style = Literal["thinking", "chat", "tags", "lines", "plain"]
+THINKING_STYLES: tuple[Style, ...] = ("thinking", "tags", "lines")
 OPEN, CLOSE = "<answer>", "</answer>"
 BOXED = "\\boxed{"
 
@@ -29,7 +29,8 @@ def read(text: str, style: Style, *, cut: bool) -> Answer:
 
     "thinking" and "chat" are the official format: reasoning up to `</think>` (chat has none), content, the token that
     ends the turn; control tokens elsewhere and calls of tools are faults. "tags" is free text, then one
-    `<answer>...</answer>` and nothing after it, for policies too small for more. In "plain" all is answer.
+    `<answer>...</answer>` and nothing after it, for policies too small for more; "lines" is for still smaller ones: the
+    last line is the answer, those before it are thinking. In "plain" all is answer.
 
     In the first three the final answer is what stands in `<answer>` tags or in `\boxed{}`, where the content has them.
     Two answers that differ are no answer, so that naming several does not pay.
@@ -49,8 +50,13 @@ def read(text: str, style: Style, *, cut: bool) -> Answer:
         well_formed = not problems and not message["tool_calls"] and one and bool(final)
     else:
         text = text.removesuffix(markup.EOS)
-        thinking = text.partition(OPEN)[0].strip() if style == "tags" else ""
-        final, one = _tagged(text) if style == "tags" else (text.strip(), True)
+        thinking, final, one = "", text.strip(), True  # as "plain" has it
+        if style == "tags":
+            thinking = text.partition(OPEN)[0].strip()
+            final, one = _tagged(text)
+        elif style == "lines":
+            before, _, final = text.strip().rpartition("\n")
+            thinking, final = before.strip(), final.strip()
         well_formed = one and bool(final) and not any(word in text for word in markup.CONTROL)
     if cut:
         return Answer(thinking, None, False)

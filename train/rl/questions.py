@@ -28,8 +28,8 @@ class Numbered(Protocol):
 def prompt_text(task: Task, style: Style, instruction: str) -> str:
     """Return what a policy is shown.
 
-    "thinking" and "chat" are the official format of one user message; "tags" and "plain" are for models that know no
-    messages: the question and a line break.
+    "thinking" and "chat" are the official format of one user message. The others are for models that know no messages:
+    the question and a line break.
 
     Args:
         task: What is asked.
@@ -59,13 +59,15 @@ def solution_text(task: Task, style: Style, *, thinking: str = "") -> str:
         The text up to and with the token that ends a turn.
 
     Raises:
-        ValueError: If there is thinking in a format without.
+        ValueError: If there is thinking in a format without, or an answer of several lines in one that reads the last.
     """
     if thinking and style not in THINKING_STYLES:
         raise ValueError(f"style={style!r} has no place for thinking; {THINKING_STYLES} have")
+    if style == "lines" and "\n" in task.answer:
+        raise ValueError(f"style='lines' reads the last line, but the answer of {task.name} has several")
     if style == "tags":
         return f"{thinking}{OPEN}{task.answer}{CLOSE}{markup.EOS}"
-    closing = markup.THINK_END if style == "thinking" else ""
+    closing = markup.THINK_END if style == "thinking" else "\n" if thinking else ""
     return f"{thinking}{closing}{task.answer}{markup.EOS}"
 
 

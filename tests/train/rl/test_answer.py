@@ -17,6 +17,9 @@ END = markup.EOS
         (f"2+2 <answer>4</answer>\n{END}", "tags", Answer("2+2", "4", True)),
         ("2+2 <answer>4</answer>", "tags", Answer("2+2", "4", True)),
         (f" 4\n{END}", "plain", Answer("", "4", True)),
+        (f"4{END}", "lines", Answer("", "4", True)),
+        (f"2+1=3 \n3+1=4\n4{END}", "lines", Answer("2+1=3 \n3+1=4", "4", True)),
+        (f"2+2=4\n 4 \n{END}", "lines", Answer("2+2=4", "4", True)),
         (f"\\boxed{{\\frac{{1}}{{2}}}} is \\boxed{{\\frac{{1}}{{2}}}}{END}", "chat", Answer("", r"\frac{1}{2}", True)),
     ],
 )  # fmt: skip
@@ -43,6 +46,8 @@ def test_a_response_in_the_format_is_taken_apart(text, style, expected):
         ("<answer> </answer>", "tags", None),
         ("<think><answer>4</answer>", "tags", "4"),
         ("", "plain", None),
+        ("\n", "lines", None),
+        ("<think>\n4", "lines", "4"),
         ("", "thinking", None),
     ],
 )
@@ -52,7 +57,7 @@ def test_a_response_out_of_the_format_is_not_well_formed(text, style, final):
     assert (found.final, found.well_formed) == (final, False)
 
 
-@pytest.mark.parametrize("style", ["thinking", "chat", "tags", "plain"])
+@pytest.mark.parametrize("style", ["thinking", "chat", "tags", "lines", "plain"])
 def test_a_cut_response_has_no_answer(style):
     found = answer.read(f"a</think><answer>4</answer>{END}", style, cut=True)
 

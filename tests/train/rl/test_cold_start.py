@@ -98,6 +98,8 @@ def test_a_share_of_the_examples_shows_the_steps_as_thinking(tmp_path):
 def test_steps_need_a_format_with_thinking(source):
     with pytest.raises(ValueError, match="no place for thinking"):
         questions.solution_text(source[0], "plain", thinking="n o")
+    with pytest.raises(ValueError, match="has several"):
+        questions.solution_text(dataclasses.replace(source[0], answer="a\nb"), "lines")
     cfg = default.get_config()
     plain = dataclasses.replace(cfg.rewards, style="plain")
     with pytest.raises(ValueError, match=r"worked=0\.5 needs rewards\.style"):
@@ -111,6 +113,7 @@ def test_steps_need_a_format_with_thinking(source):
     [
         ("thinking", "n o</think>A<｜end▁of▁sentence｜>"),
         ("tags", "n o<answer>A</answer><｜end▁of▁sentence｜>"),
+        ("lines", "n o\nA<｜end▁of▁sentence｜>"),
     ],
 )
 def test_a_solution_reads_back_as_its_thinking_and_answer(source, style, text):
