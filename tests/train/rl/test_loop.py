@@ -52,10 +52,10 @@ class Low:
 
 
 @pytest.fixture
-def setting(one_layer):  # one model for all tests, as compiling it is most of their time
-    half = one_layer.vocab_size // 2
+def setting(cfg):
+    half = cfg.vocab_size // 2
     return loop.Setting(
-        model=one_layer, rl=RL, kl_strength={}, tasks=Low(half), held_out=Low(half, first=10**6),
+        model=cfg, rl=RL, kl_strength={}, tasks=Low(half), held_out=Low(half, first=10**6),
         text=lambda tokens: " ".join(map(str, tokens)),
         checkpoint=CheckpointConfig(every_steps=1, keep_last=2, keep_best=0),
         metrics=MetricsConfig(tensorboard=False), seed=5,
@@ -63,8 +63,8 @@ def setting(one_layer):  # one model for all tests, as compiling it is most of t
 
 
 @pytest.fixture
-def start(one_layer_parameters):
-    return lambda: jax.tree.map(jax.numpy.asarray, one_layer_parameters)
+def start(params):
+    return lambda: jax.tree.map(lambda x: x + 0, params)
 
 
 def rows(folder):
@@ -126,7 +126,7 @@ def test_drawing_beside_the_learner_changes_nothing(tmp_path, setting, start, me
 
 
 def test_a_run_that_trains_its_indexers_goes_on_as_if_never_stopped_and_only_so(
-    tmp_path, setting, start, one_layer_parameters, mesh
+    tmp_path, setting, one_layer, one_layer_parameters, mesh
 ):
     optimizer = dataclasses.replace(RL.learner.optimizer, indexer=Schedule(peak=5e-3))
     rl = dataclasses.replace(
@@ -135,7 +135,14 @@ def test_a_run_that_trains_its_indexers_goes_on_as_if_never_stopped_and_only_so(
         learner=dataclasses.replace(RL.learner, optimizer=optimizer),
         gate=dataclasses.replace(RL.gate, selection=True),
     )
-    small = setting._replace(rl=rl)
+    half = one_layer.vocab_size // 2
+    small = setting._replace(
+        model=one_layer, rl=rl, tasks=Low(half), held_out=Low(half, first=10**6)
+    )
+
+    def start():
+        return jax.tree.map(jax.numpy.asarray, one_layer_parameters)
+
     whole, half_done = tmp_path / "whole", tmp_path / "half_done"
     whole.mkdir()
     figures = loop.Run(small, whole, mesh).run(start, StopOnSignal())
@@ -159,9 +166,7 @@ def test_a_run_that_trains_its_indexers_goes_on_as_if_never_stopped_and_only_so(
         )
 
 
-def test_a_selection_that_covers_every_key_is_not_compared(
-    tmp_path, setting, one_layer_parameters, mesh, caplog
-):
+def test_a_selection_that_covers_every_key_is_not_compared(tmp_path, setting, params, mesh, caplog):
     model = setting.model
     wide = dataclasses.replace(model, indexer=dataclasses.replace(model.indexer, topk=9))
     gate = dataclasses.replace(RL.gate, selection=True)
@@ -170,7 +175,7 @@ def test_a_selection_that_covers_every_key_is_not_compared(
     )
 
     with caplog.at_level("INFO"):
-        run._count_selection(one_layer_parameters)  # which nothing is drawn with
+        run._count_selection(params)  # which nothing is drawn with
 
     assert "selection: top 9 of 9 keys is all, nothing to compare" in caplog.text
 
@@ -198,7 +203,7 @@ def test_a_run_from_which_nothing_can_be_learned_stops_with_its_counts(
     tmp_path, setting, start, mesh
 ):
     lost = setting._replace(
-        tasks=Low(12, reward=lambda task: Scored(None, {}, "raised")),
+        tasks=Low(40, reward=lambda task: Scored(None, {}, "raised")),
         rl=dataclasses.replace(RL, steps=9),
     )
 
