@@ -59,6 +59,9 @@ def weights(cfg):
         return (one + 0.2 * rng.normal(size=leaf.shape)).astype(leaf.dtype)
 
     groups = [{n: fill(n, a) for n, a in group.items()} for group in parameters.abstract(cfg)]
+    # The first channel is the same for every token, and only the end of a turn reads it.
+    groups[0]["embed"][:, 0] = 4.0
+    groups[0]["head"][0] = np.arange(cfg.vocab_size) == BYTES.eos_id
     return parameters.Parameters(*jax.tree.map(jax.numpy.asarray, groups))
 
 

