@@ -19,7 +19,7 @@ def get_config() -> GrpoConfig:
         name: dataclasses.replace(getattr(base.cold_start, name), steps=1)
         for name in ("dense", "warmup", "sparse")
     }
-    cold = dataclasses.replace(base.cold_start, examples=40, seq_len=64, batch_size=4, **short)
+    cold = dataclasses.replace(base.cold_start, examples=40, seq_len=128, batch_size=4, **short)
     rollouts = dataclasses.replace(
         base.rl.rollouts, prompts=2, group_size=2, max_prompt_tokens=96, max_tokens=6, slots=4
     )

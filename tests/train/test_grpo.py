@@ -48,7 +48,7 @@ def cfg(tmp_path_factory):
     base = default.get_config()
     cold = base.cold_start
     cold = dataclasses.replace(
-        cold, examples=40, seq_len=64, batch_size=4,
+        cold, examples=40, seq_len=128, batch_size=4,
         dense=short(cold.dense, 3), warmup=short(cold.warmup, 1), sparse=short(cold.sparse, 1),
     )  # fmt: skip
     rollouts = dataclasses.replace(
