@@ -64,7 +64,9 @@ def solution_text(task: Task, style: Style, *, thinking: str = "") -> str:
     if thinking and style not in THINKING_STYLES:
         raise ValueError(f"style={style!r} has no place for thinking; {THINKING_STYLES} have")
     if style == "lines" and "\n" in task.answer:
-        raise ValueError(f"style='lines' reads the last line, but the answer of {task.name} has several")
+        raise ValueError(
+            f"style='lines' reads the last line, but the answer of {task.name} has several"
+        )
     if style == "tags":
         return f"{thinking}{OPEN}{task.answer}{CLOSE}{markup.EOS}"
     closing = markup.THINK_END if style == "thinking" else "\n" if thinking else ""
