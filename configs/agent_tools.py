@@ -1,5 +1,7 @@
 """Learn to use tools: a small policy, cold-started on solutions, on tasks that only tools can answer, by GRPO.
 
+Only two steps of it were run, from a cold start of four steps (2026-11-30, two CPU cores): what it learns is not known.
+
 Command: python -m train.grpo --config agent_tools.py
 Hardware: two CPU cores.
 """
