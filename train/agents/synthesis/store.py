@@ -5,7 +5,7 @@ import json
 import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from dsv32_jax.errors import UsageError
 from train.agents.environment import Split
@@ -65,7 +65,7 @@ class Store:
         if create:
             self._db.executescript(SCHEMA)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Store":
         """Return it."""
         return self
 
