@@ -234,10 +234,11 @@ class World:
                 "items": {"type": "string", "enum": list(columns)},
                 "description": f"What to tell: any of {', '.join(columns)}.",
             }
+            arguments: dict[str, Any] = {"info_keywords": keywords, kind: f"Name of the {kind}."}
             found.append(
                 describe(
                     self._infos_of(kind), f"Tell about one {kind}. Prices are in CNY.",
-                    name=f"get_infos_by_{kind}", **{"info_keywords": keywords, kind: f"Name of the {kind}."},
+                    name=f"get_infos_by_{kind}", **arguments,
                 )
             )  # fmt: skip
             if kind != "city":
