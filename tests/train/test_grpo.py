@@ -112,7 +112,9 @@ def test_a_run_from_nothing_leaves_what_a_person_looks_for(whole, cfg):
     assert "arithmetic problem" in samples
     examples = (whole / "cold_start" / "examples.jsonl").read_text().splitlines()
     assert len(examples) == 40
-    assert json.loads(examples[0])["prompt"].startswith("<｜begin▁of▁sentence｜>State the final answer")
+    assert json.loads(examples[0])["prompt"].startswith(
+        "<｜begin▁of▁sentence｜>State the final answer"
+    )
 
 
 def test_a_run_stopped_by_a_signal_goes_on_as_if_it_had_not_been(
