@@ -5,6 +5,7 @@ import sys
 import time
 
 from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("test", log_level="ERROR")
 
@@ -18,7 +19,7 @@ def add(a: int, b: int = 1) -> int:
 @server.tool()
 def fail() -> str:
     """Fail."""
-    raise ValueError("no luck")
+    raise ToolError("no luck")
 
 
 @server.tool()
