@@ -1,9 +1,11 @@
 """The default run of reinforcement learning: a small policy, cold-started, on generated tasks by GRPO.
 
-It does not raise its held-out accuracy as it should yet: docs/grpo.md has what was tried.
+The cold start shows the steps to the answer in six of ten examples and only the answer in the others, so the policy begins
+by doing now this, now that; reinforcement learning finds that thinking first pays.
 
 Command: python -m train.grpo
-Hardware: two CPU cores.
+Hardware: two CPU cores, under 15 minutes.
+Expected: held-out accuracy from about 0.65 to about 0.9, most of it in ten steps (docs/grpo.md).
 """
 
 from dataclasses import replace
@@ -19,8 +21,8 @@ from train.rl.settings import GateConfig, LearnerConfig, RlConfig, RolloutConfig
 from train.rl.task_source import TaskConfig
 from train.run_config import StageConfig
 
-DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 2400, 80, 120
-STEPS = 60
+DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 4200, 80, 120
+STEPS = 40
 
 
 def get_config() -> GrpoConfig:
@@ -65,8 +67,8 @@ def get_config() -> GrpoConfig:
         ),
         rewards=RewardConfig(style="lines"),
         cold_start=ColdStartConfig(
-            examples=80000,
-            worked=0.5,
+            examples=120000,
+            worked=0.6,
             masked=True,
             seq_len=256,
             batch_size=8,
