@@ -18,7 +18,7 @@ from train.rl.run_config import ColdStartConfig, GrpoConfig
 from train.rl.settings import GateConfig, LearnerConfig, RlConfig, RolloutConfig
 from train.run_config import StageConfig
 
-DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 300, 40, 30
+DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 500, 40, 40
 STEPS = 40
 
 
@@ -35,7 +35,9 @@ def get_config() -> GrpoConfig:
             held_out=64,
         ),
         cold_start=ColdStartConfig(
-            examples=6000,
+            examples=12000,
+            worked=0.4,
+            masked=True,
             seq_len=256,
             batch_size=8,
             dense=StageConfig(

@@ -27,6 +27,8 @@ def write_traces(
 ) -> None:
     """Write the environments' own solutions as conversations, one a document; a file that is there stays.
 
+    A share of them, `cold_start.worked`, has the calls; in the others the answer follows the question at once.
+
     Generated tasks are others than training asks; those of environments that have no more come in training too.
 
     Args:
@@ -54,6 +56,8 @@ def write_traces(
             raise UsageError(
                 f"{posed.environment.name} does not know its solutions, so cold_start can not show them"
             ) from error
+        if _shown(i) >= cfg.cold_start.worked:
+            messages = [m for m in messages[:-1] if m["role"] in ("system", "user")] + messages[-1:]
         documents.append(form.encode(messages, tools))
         if (i + 1) % 100 == 0 or i + 1 == n:
             show(f"traces {i + 1}/{n}")

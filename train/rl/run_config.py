@@ -73,8 +73,8 @@ class ColdStartConfig:
 
     Attributes:
         examples: Solved tasks, none of which is held out.
-        worked: Share of the examples that show the steps to the answer as thinking, where `working` knows them; the
-            others answer at once. Needs a format with thinking.
+        worked: Share of the examples that show the steps to the answer as thinking, where `working` knows them, or the
+            calls of tools; the others answer at once. Needs a format with thinking, or tools.
         seq_len: Tokens of a row.
         batch_size: Rows of a step.
         dense: Dense attention.
@@ -152,6 +152,10 @@ class GrpoConfig:
         require(
             worked == 0 or style in THINKING_STYLES,
             f"cold_start.worked={worked} needs rewards.style of {THINKING_STYLES}, not {style!r}",
+        )
+        require(
+            self.agent is None or self.cold_start is None or worked > 0,
+            "cold_start.worked=0 would show no call of the tools; set the share of examples that do, such as 1",
         )
         require(
             (self.tasks is None) != (self.agent is None),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -130,9 +131,9 @@ def test_a_solution_reads_back_as_its_thinking_and_answer(source, style, text):
 def traced(tmp_path):
     """Return a function that writes traces, masked or not, and returns the documents as ids and masks."""
 
-    def trace(*, masked):
+    def trace(*, masked, n=3, worked=1.0):
         base = config_file.load_config("agent_tools")
-        cold = dataclasses.replace(base.cold_start, examples=3, masked=masked)
+        cold = dataclasses.replace(base.cold_start, examples=n, masked=masked, worked=worked)
         cfg = dataclasses.replace(base, cold_start=cold)
         name = cold_start.EXAMPLES_FILE if masked else cold_start.TRACES_FILE
         path = tmp_path / name
@@ -159,3 +160,21 @@ def test_masked_traces_are_the_same_tokens_and_train_the_policys_own(traced):
         assert "?" not in said
         assert tokens[np.flatnonzero(trained)[-1]] == words.eos_id
     assert len(masked.lengths) == len(plain.lengths) == 3
+
+
+def test_a_share_of_the_traces_has_the_calls_and_the_others_the_answer_alone(traced):
+    found = traced(masked=True, n=60, worked=0.4)
+
+    words, called = tokenizers.ByteTokenizer(), 0
+    for i, length in enumerate(found.lengths.tolist()):
+        tokens, trained = found.tokens(i, 0, length), found.trained_tokens(i, 0, length)
+        said = words.decode(tokens[trained & (tokens < 256)].tolist())
+        assert re.fullmatch(r"(!\w+ [a-h])*>\d\d", said)
+        called += said.startswith("!")
+    assert 0.2 < called / 60 < 0.6
+
+
+def test_a_cold_start_that_would_show_no_call_is_refused():
+    base = config_file.load_config("agent_tools")
+    with pytest.raises(ValueError, match="would show no call"):
+        dataclasses.replace(base, cold_start=dataclasses.replace(base.cold_start, worked=0.0))
