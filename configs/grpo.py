@@ -1,7 +1,7 @@
 """The default run of reinforcement learning: a small policy, cold-started, on generated tasks by GRPO.
 
-The cold start shows the steps to the answer in six of ten examples and only the answer in the others, so the policy does
-now this, now that; reinforcement learning finds that thinking first pays.
+The cold start shows the steps to the answer in six of ten examples and the answer alone in the others, so the policy
+does now this, now that; reinforcement learning finds that thinking first pays.
 
 Command: python -m train.grpo
 Hardware: two CPU cores, under 15 minutes.
