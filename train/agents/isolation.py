@@ -211,6 +211,9 @@ def environment(tmp: str) -> dict[str, str]:
     found |= {"PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"}
     found |= {"IPYTHONDIR": f"{tmp}/.ipython", "PYTHONDONTWRITEBYTECODE": "1"}
     found |= {f"JUPYTER_{name}_DIR": f"{tmp}/.jupyter" for name in ("CONFIG", "DATA", "RUNTIME")}
+    # The folder for files may be another user's than the code's, which git takes for an attack.
+    git = {"COUNT": "1", "KEY_0": "safe.directory", "VALUE_0": "*"}
+    found |= {f"GIT_CONFIG_{name}": value for name, value in git.items()}
     # Memory and threads as for a small machine, whatever the host has.
     found |= {f"{name}_NUM_THREADS": "2" for name in ("OMP", "OPENBLAS", "MKL")}
     return found | {"MALLOC_ARENA_MAX": "2"}

@@ -13,6 +13,7 @@ import queue
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -218,6 +219,7 @@ class _Process:
         timeout_s: float,
     ) -> None:
         self._timeout_s = timeout_s
+        self._killing = threading.Lock()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=_work,
@@ -266,10 +268,11 @@ class _Process:
         return value
 
     def kill(self) -> None:
-        """End the process whatever it does."""
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
+        """End the process whatever it does; several threads may want that at once."""
+        with self._killing:  # a pipe that is closed twice may be another's by then
+            self._process.kill()
+            self._process.join()
+            self._pipe.close()
 
 
 def _work(pipe: Connection, prepare: Callable[[], None], memory_mib: int, alarm_s: int) -> None:

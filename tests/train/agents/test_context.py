@@ -66,5 +66,5 @@ def test_of_parallel_attempts_the_one_with_fewest_steps_counts_and_all_are_paid_
 
 
 def test_a_share_beyond_the_window_is_refused():
-    with pytest.raises(ValueError, match="share=1"):
-        ContextConfig(strategy="summary", share=1)
+    with pytest.raises(ValueError, match=r"share=1\.0"):
+        ContextConfig(strategy="summary", share=1.0)

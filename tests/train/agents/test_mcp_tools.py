@@ -44,7 +44,7 @@ def call(server, name, *, tools=None, **arguments):
 
 
 def test_tools_of_a_server_are_listed_checked_and_called(where):
-    with McpServer(where, start_s=60) as server:
+    with McpServer(where, start_s=60.0) as server:
         tools = by_name(server.tools)
         assert set(tools) == {"add", "fail", "sleep", "die"}
         assert tools["add"].description == "Add two numbers."
@@ -58,7 +58,7 @@ def test_tools_of_a_server_are_listed_checked_and_called(where):
 
 
 def test_a_slow_call_ends_and_the_next_one_works(where):
-    with McpServer(where, start_s=60, call_s=1.0) as server:
+    with McpServer(where, start_s=60.0, call_s=1.0) as server:
         outcome, text = call(server, "sleep", seconds=2.0)
         assert outcome == "error"
         assert "sleep: " in text
@@ -67,7 +67,7 @@ def test_a_slow_call_ends_and_the_next_one_works(where):
 
 
 def test_a_server_that_dies_is_an_error_of_its_calls():
-    with McpServer(STDIO, start_s=60, call_s=5.0) as server:
+    with McpServer(STDIO, start_s=60.0, call_s=5.0) as server:
         for name, arguments in (("die", {}), ("add", {"a": 1})):
             outcome, text = call(server, name, **arguments)
             assert outcome == "error"
@@ -77,5 +77,5 @@ def test_a_server_that_dies_is_an_error_of_its_calls():
 @pytest.mark.parametrize("where", ["no-such-program --x", "http://127.0.0.1:9/mcp", "false"])
 def test_a_server_that_can_not_be_reached_is_said_in_a_line(where):
     with pytest.raises(UsageError, match="does not start") as caught:
-        McpServer(where, start_s=20)
+        McpServer(where, start_s=20.0)
     assert "\n" not in str(caught.value)

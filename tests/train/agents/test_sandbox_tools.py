@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("_isolated")
 
 def test_python_remembers_bash_sees_its_files_and_a_dead_sandbox_is_said():
     with Session() as session:
-        tools = by_name(sandbox_tools(session, timeout_s=20))
+        tools = by_name(sandbox_tools(session, timeout_s=20.0))
 
         def call(name, **arguments):
             result = schemas.call(tools[name], arguments)

@@ -12,6 +12,7 @@ from train.agents.environments.drawing import random_for, split_of
 from train.agents.environments.interpreter import Sessions
 from train.agents.environments.mutations import Mutation, mutations
 from train.agents.environments.repositories import MODULES, PACKAGE
+from train.agents.process import SandboxError
 from train.agents.session import Session
 from train.agents.tools import Tool, ToolError
 
@@ -49,7 +50,11 @@ class RepairEpisode:
         }
         for path, text in files.items():
             session.put(path, text.encode())
-        session.bash(SET_UP)
+        made = session.bash(SET_UP)
+        if made.status != "ok":
+            raise SandboxError(
+                f"the repository of {task.name} can not be made: {made.text.strip()}"
+            )
         self.tools: Sequence[Tool] = [
             describe(self._bash, "Run a command line in the project's folder.", name="bash", command="For bash."),
             describe(

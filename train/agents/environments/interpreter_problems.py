@@ -251,7 +251,7 @@ def group_mean(rng: Random) -> Problem:
         f" shop {chosen}"
         f" with at least {low} units and a price, what is the mean of units times price, to six significant digits?",
         answer=repr(mean),
-        program="import csv\nrows = list(csv.DictReader(open('sales.csv')))\n"
+        program="import csv\nwith open('sales.csv') as file:\n    rows = list(csv.DictReader(file))\n"
         f"rows = [r for r in rows if r['shop'] == {chosen!r} and int(r['units']) >= {low} and r['price']]\n"
         "print(sum(int(r['units']) * float(r['price']) for r in rows) / len(rows))",
         rel_tol=1e-5,
@@ -296,7 +296,9 @@ def shortest_route(rng: Random) -> Problem:
         answer=str(far[start, end]),
         program=f"""import csv, heapq
 roads = {{}}
-for r in csv.DictReader(open('roads.csv')):
+with open('roads.csv') as file:
+    rows = list(csv.DictReader(file))
+for r in rows:
     roads.setdefault(r['origin'], []).append((r['destination'], int(r['length'])))
 queue, done = [(0, {start!r})], set()
 while queue:

@@ -137,7 +137,7 @@ class World:
         budget = round(1.1 * spent) if cap else None
         self.rules = Rules(**{**vars(rules), "budget": budget})
 
-    def _insert(self, table: str, *values: str | float) -> None:
+    def _insert(self, table: str, *values: str | int | float) -> None:
         marks = ", ".join("?" * len(values))
         self.db.execute(f"INSERT INTO {table} VALUES ({marks})", values)
 
@@ -182,7 +182,7 @@ class World:
                 "restaurant", names["restaurant"].pop(), city, meal, rules.high_rating, "Hunan"
             )
         self._insert("attraction", names["attraction"].pop(), city, ticket, 4.0, "nature")
-        return price + ticket + sum(meals)
+        return float(price + ticket + sum(meals))
 
     def row(self, kind: str, name: str) -> sqlite3.Row | None:
         """Return a place's row.

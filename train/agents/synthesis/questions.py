@@ -110,7 +110,7 @@ def filter_questions(
         check: The verifier.
 
     Returns:
-        The questions kept, and how many came to each verdict.
+        The questions kept, each once, and how many came to each verdict.
     """
     verdicts = {question: judge(question, answerers, check) for question in questions}
     kept = [question for question, verdict in verdicts.items() if verdict == "kept"]

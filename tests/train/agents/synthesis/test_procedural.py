@@ -50,11 +50,14 @@ def test_every_solution_passes_and_nothing_done_does_not(made):
 
 
 def test_an_answer_of_another_task_does_not_pass(made):
+    compared = 0
     for m in made:
         for (draft, outcome), (_, other) in zip(m.tasks, m.tasks[1:], strict=False):
-            if (outcome.answer, outcome.calls) != (other.answer, other.calls):
+            if outcome.answer != other.answer:
                 swapped = Outcome(calls=other.calls, answer=other.answer)
                 assert checking.grade(m.world, draft, swapped).score == 0
+                compared += 1
+    assert compared > len(made)
 
 
 def test_processes_agree():
