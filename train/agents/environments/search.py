@@ -128,7 +128,7 @@ class Search:
                     prompt=f"What is {question}? Answer with the {'number' if answer.isdecimal() else 'name'} alone.",
                     system=SYSTEM,
                     data={"corpus": name, "answer": answer, "hops": hops},
-                    difficulty=len(hops) - 1,
+                    difficulty=len(hops) - 3,  # a thing and two relations are the least
                 )
 
     @contextlib.contextmanager

@@ -83,7 +83,8 @@ class Trips:
 
     def solve(self, task: Task, call: Call) -> str:
         """Search all routes for a plan, the cheapest of each, and hand it in."""
-        return solve(Rules(**task.data), call)
+        rules = Rules(**{**task.data, "dates": tuple(task.data["dates"])})  # JSON has lists alone
+        return solve(rules, call)
 
     def _make(self, name: str, rng: Random) -> Task:
         difficulty = rng.randrange(HARDEST + 1)
