@@ -1,7 +1,7 @@
 """Learn to use tools: a small policy, cold-started on solutions, on tasks that only tools can answer, by GRPO.
 
-The cold start shows the calls in four of ten traces and the answer alone in the others; reinforcement learning finds that
-calling pays. Tools with names that were never seen are evaluated beside, and stay out of reach.
+The cold start shows the calls in four of ten traces and the answer alone in the others; reinforcement learning finds
+that calling pays. Tools with names that were never seen are evaluated beside, and stay out of reach.
 
 Command: python -m train.grpo --config agent_tools.py
 Hardware: two CPU cores, 16 minutes beside other work.
