@@ -57,7 +57,8 @@ def test_two_processes_learn_what_one_does(compilation_cache, tmp_path):
     assert summaries[0].keys() == summaries[1].keys()
 
 
-# Appended to the small run: its tasks have a rubric, and a judge that has no key, or is not there.
+# Appended to the small run: its tasks have a rubric, and a judge that has no key, or is not there. A cold start long
+# enough that responses end: one that is cut has no answer to be judged.
 JUDGED = """
 from train.rl.judge import JudgeConfig
 from train.rl.rewards import Weights
@@ -71,7 +72,9 @@ def get_config():
     judge = JudgeConfig(base_url="http://127.0.0.1:9/v1", model="m", give_up_s=0.1, api_key_env={key!r})
     rewards = dataclasses.replace(base.rewards, weights=(Weights(correct=0.0, judge=1.0),), judge=judge)
     tasks = TaskConfig(files=(TaskFile(path={tasks!r}),), held_out_fraction=0.3)
-    return dataclasses.replace(base, rewards=rewards, tasks=tasks)
+    dense = dataclasses.replace(base.cold_start.dense, steps=100)
+    cold = dataclasses.replace(base.cold_start, dense=dense)
+    return dataclasses.replace(base, rewards=rewards, tasks=tasks, cold_start=cold)
 """
 
 
