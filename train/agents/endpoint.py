@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from dsv32_jax.config import require
 from dsv32_jax.encoding import Message
-from dsv32_jax.errors import UsageError, WorkFailedError
+from dsv32_jax.errors import UsageError
 from train.agents import context as contexts
 from train.agents.attempt import Attempt, Job, Limits, failed
 from train.agents.context import ContextConfig
@@ -112,6 +112,7 @@ class EndpointLoop:
         self._outage = Outage(
             "the endpoint",
             cfg.base_url,
+            model=cfg.model,
             attempts=cfg.attempts,
             give_up_s=cfg.give_up_s,
             should_stop=should_stop,
@@ -212,28 +213,17 @@ class EndpointLoop:
         self, job: Job, messages: list[dict[str, Any]], tools: Sequence[Tool], left: int
     ) -> _Reply:
         """Send one request; errors that say the endpoint is down go to the caller."""
-        import openai
-
         where = f"the endpoint at {self._cfg.base_url}"
         options: dict[str, Any] = {"tools": [tool.schema for tool in tools]} if tools else {}
-        try:
-            answer = self._client.chat.completions.create(
-                model=self._cfg.model,
-                messages=messages,  # type: ignore[arg-type]
-                temperature=job.params.temperature,
-                top_p=job.params.top_p,
-                seed=job.params.seed,
-                max_tokens=left,
-                **options,
-            )
-        except (
-            openai.AuthenticationError,
-            openai.PermissionDeniedError,
-            openai.NotFoundError,
-        ) as e:
-            raise WorkFailedError(f"{where} refuses {self._cfg.model!r}: {e}") from e
-        except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-            raise RequestError(f"{where} refuses the request: {error}") from error
+        answer = self._client.chat.completions.create(
+            model=self._cfg.model,
+            messages=messages,  # type: ignore[arg-type]
+            temperature=job.params.temperature,
+            top_p=job.params.top_p,
+            seed=job.params.seed,
+            max_tokens=left,
+            **options,
+        )
         if not answer.choices or answer.usage is None:
             raise RequestError(f"{where} answers without a choice, or without counting tokens")
         (choice, *_) = answer.choices

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from dsv32_jax.config import require
 from dsv32_jax.convert.storage import Location
-from dsv32_jax.errors import UsageError, WorkFailedError
+from dsv32_jax.errors import UsageError
 from dsv32_jax.sharding import MeshConfig
 from train.rl.judge_ledger import Ledger
 from train.rl.outage import Outage, RequestError
@@ -243,6 +243,7 @@ class _Endpoint:
         self._outage = Outage(
             "the judge",
             cfg.base_url,
+            model=cfg.model,
             attempts=cfg.attempts,
             give_up_s=cfg.give_up_s,
             should_stop=should_stop,
@@ -261,25 +262,13 @@ class _Endpoint:
 
     def _request(self, messages: list[dict[str, str]], attempt: int, most: int) -> Reply:
         """Send one request; errors that say the endpoint is down go to the caller."""
-        import openai
-
-        where = f"the judge at {self._cfg.base_url}"
-        try:
-            answer = self._client.chat.completions.create(
-                model=self._cfg.model,
-                messages=messages,  # type: ignore[arg-type]
-                temperature=temperature_of(self._cfg, attempt),
-                max_tokens=self._cfg.max_tokens,
-                seed=attempt,
-            )
-        except (
-            openai.AuthenticationError,
-            openai.PermissionDeniedError,
-            openai.NotFoundError,
-        ) as e:
-            raise WorkFailedError(f"{where} refuses {self._cfg.model!r}: {e}") from e
-        except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-            raise JudgeError(f"{where} refuses the request: {error}") from error
+        answer = self._client.chat.completions.create(
+            model=self._cfg.model,
+            messages=messages,  # type: ignore[arg-type]
+            temperature=temperature_of(self._cfg, attempt),
+            max_tokens=self._cfg.max_tokens,
+            seed=attempt,
+        )
         if not answer.choices:
             return Reply("", False, most)
         (choice, *_) = answer.choices

@@ -24,6 +24,7 @@ class Outage:
     Args:
         who: Such as "the judge".
         base_url: Of the endpoint.
+        model: That is asked for.
         attempts: Failures to bear on one request while others succeed.
         give_up_s: Seconds it may be down before the run stops; None waits without end.
         should_stop: Asked while it is down; True ends the wait.
@@ -34,12 +35,14 @@ class Outage:
         who: str,
         base_url: str,
         *,
+        model: str,
         attempts: int,
         give_up_s: float | None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Keep what is given; the class docstring has the arguments."""
         self._who, self._where = who, f"{who} at {base_url}"
+        self._model = model
         self._attempts, self._give_up_s = attempts, give_up_s
         self._should_stop = should_stop
         self._lock = threading.Lock()
@@ -56,8 +59,9 @@ class Outage:
             What it returned.
 
         Raises:
-            RequestError: If others succeed and this one does not.
-            WorkFailedError: If the endpoint is down for too long, or the run is to stop meanwhile.
+            RequestError: If the endpoint refuses it, or others succeed and this one does not.
+            WorkFailedError: If the endpoint refuses key or model, is down for too long, or the run is to stop
+                meanwhile.
         """
         import openai
 
@@ -65,6 +69,14 @@ class Outage:
         while True:
             try:
                 reply = request()
+            except (
+                openai.AuthenticationError,
+                openai.PermissionDeniedError,
+                openai.NotFoundError,
+            ) as error:
+                raise WorkFailedError(f"{self._where} refuses {self._model!r}: {error}") from error
+            except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
+                raise RequestError(f"{self._where} refuses the request: {error}") from error
             except openai.APIError as error:
                 # The endpoint is up for others, so it may be this request that it can not bear.
                 own = own + 1 if self._successes > successes else 0
