@@ -10,15 +10,15 @@ Expected: held-out success from about 0.33 to 0.9 in 20 steps (docs/agents.md).
 
 from dataclasses import replace
 
+from configs import grpo
 from dsv32_jax import config
 from train.agents.attempt import Limits
 from train.checkpoint import CheckpointConfig
 from train.optimizer import AdamConfig, OptimizerConfig, Schedule
 from train.rl.agent_tasks import AgentConfig, EnvironmentShare
 from train.rl.objective import ObjectiveConfig
-from train.rl.run_config import ColdStartConfig, GrpoConfig
+from train.rl.run_config import GrpoConfig
 from train.rl.settings import GateConfig, LearnerConfig, RlConfig, RolloutConfig
-from train.run_config import StageConfig
 
 DENSE_STEPS, WARMUP_STEPS, SPARSE_STEPS = 500, 40, 40
 STEPS = 40
@@ -26,7 +26,10 @@ STEPS = 40
 
 def get_config() -> GrpoConfig:
     """Return the run."""
-    small = config.cpu_1m()
+    base, small = grpo.get_config(), config.cpu_1m()
+    assert base.cold_start is not None
+    assert base.cold_start.dense.optimizer.main is not None
+    dense = base.cold_start.dense.optimizer.main
     return GrpoConfig(
         model=replace(small, mtp=False, init_std=0.08, indexer=replace(small.indexer, topk=64)),
         agent=AgentConfig(
@@ -36,31 +39,19 @@ def get_config() -> GrpoConfig:
             limits=Limits(steps=4, tokens=48, result_chars=24),
             held_out=64,
         ),
-        cold_start=ColdStartConfig(
+        cold_start=replace(
+            base.cold_start,
             examples=12000,
             worked=0.4,
-            masked=True,
-            seq_len=256,
-            batch_size=8,
-            dense=StageConfig(
+            dense=replace(
+                base.cold_start.dense,
                 steps=DENSE_STEPS,
                 optimizer=OptimizerConfig(
-                    main=Schedule(
-                        peak=3e-3, warmup_steps=50, decay_steps=DENSE_STEPS - 50, final=3e-4
-                    )
+                    main=replace(dense, decay_steps=DENSE_STEPS - dense.warmup_steps)
                 ),
             ),
-            warmup=StageConfig(
-                steps=WARMUP_STEPS,
-                optimizer=OptimizerConfig(indexer=Schedule(peak=5e-3, warmup_steps=10)),
-            ),
-            sparse=StageConfig(
-                steps=SPARSE_STEPS,
-                optimizer=OptimizerConfig(
-                    main=Schedule(peak=5e-4, warmup_steps=10),
-                    indexer=Schedule(peak=1e-3, warmup_steps=10),
-                ),
-            ),
+            warmup=replace(base.cold_start.warmup, steps=WARMUP_STEPS),
+            sparse=replace(base.cold_start.sparse, steps=SPARSE_STEPS),
         ),
         rl=RlConfig(
             steps=STEPS,
